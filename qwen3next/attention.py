@@ -1,0 +1,62 @@
+"""Gated full attention, the softmax mixer."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from qwen3next.cache import AttentionCache
+from qwen3next.config import ModelConfig
+from qwen3next.context import Context
+from qwen3next.linear import Linear
+from qwen3next.mixer import AbstractMixer
+from qwen3next.norms import RMSNorm
+from qwen3next.rotary import rotate
+
+
+class GatedAttention(AbstractMixer[AttentionCache]):
+    """Grouped-query attention with normed queries and keys, partial rotary and an output gate.
+
+    `q_proj` gives each head [query | gate]; the output is `o_proj(attention * sigmoid(gate))`.
+    """
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        c, dtype, std = config, jnp.dtype(config.dtype), config.initializer_range
+        heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        self.q_proj = Linear(c.hidden_size, 2 * heads, std, dtype, bias=c.attention_bias, key=q_key)
+        self.k_proj = Linear(c.hidden_size, kv_heads, std, dtype, bias=c.attention_bias, key=k_key)
+        self.v_proj = Linear(c.hidden_size, kv_heads, std, dtype, bias=c.attention_bias, key=v_key)
+        self.o_proj = Linear(heads, c.hidden_size, std, dtype, bias=c.attention_bias, key=o_key)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], context: Context, cache: AttentionCache | None
+    ) -> tuple[Float[Array, "batch seq hidden"], AttentionCache | None]:
+        c, (batch, seq, _) = self.config, x.shape
+        with jax.named_scope("projections"):
+            q, gate = jnp.split(self.q_proj(x).reshape(batch, seq, c.num_attention_heads, -1), 2, axis=-1)
+            k = self.k_proj(x).reshape(batch, seq, c.num_key_value_heads, c.head_dim)
+            v = self.v_proj(x).reshape(batch, seq, c.num_key_value_heads, c.head_dim)
+            q = rotate(self.q_norm(q), context.cos, context.sin)
+            k = rotate(self.k_norm(k), context.cos, context.sin)
+        if cache is not None and context.slots is not None:
+            at = (0, context.slots.offset, 0, 0)
+            k = jax.lax.dynamic_update_slice(cache.key, k, at)
+            v = jax.lax.dynamic_update_slice(cache.value, v, at)
+            cache = AttentionCache(k, v)
+        with jax.named_scope("attention"):
+            mask = context.attention_mask(seq)[:, None]
+            out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=c.head_dim**-0.5)
+        out = (out * jax.nn.sigmoid(gate)).reshape(batch, seq, -1)
+        return self.o_proj(out), cache

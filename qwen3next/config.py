@@ -1,0 +1,324 @@
+"""Every setting, as frozen dataclasses. Model fields have Hugging Face's names; a failed check shows the values."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from qwen3next.errors import require, require_choice, require_positive
+
+MixerKind = Literal["linear_attention", "full_attention"]
+MlpKind = Literal["moe", "dense"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+Dtype = Literal["float32", "bfloat16"]
+Placement = Literal["none", "block", "layer", "both"]
+Dispatch = Literal["auto", "dense", "blocks", "ragged"]
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "decoder_sparse_step",
+)
+_ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+class LayerKind(NamedTuple):
+    """What a decoder layer is made of. Layers of one kind have the same tree and can be stacked."""
+
+    mixer: MixerKind
+    mlp: MlpKind
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Rotary embedding settings, Hugging Face's `rope_parameters`; a field that the type does not use stays `None`."""
+
+    rope_type: RopeType = "default"
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 0.25
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("rope_type", self.rope_type, RopeType)
+        require_positive(
+            "rope_parameters", rope_theta=self.rope_theta, partial_rotary_factor=self.partial_rotary_factor
+        )
+        require(self.partial_rotary_factor <= 1, f"partial_rotary_factor is {self.partial_rotary_factor}; at most 1")
+        for name in _ROPE_REQUIRED.get(self.rope_type, ()):
+            require(getattr(self, name) is not None, f"rope_type {self.rope_type!r} needs rope_parameters.{name}")
+        if self.factor is not None:
+            require(self.factor >= 1, f"rope_parameters.factor is {self.factor}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Field names and defaults are those of Hugging Face's `Qwen3NextConfig`."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 2
+    head_dim: int = 256
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32_768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.001
+    layer_types: tuple[MixerKind, ...] = ()
+    full_attention_interval: int = 4
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            require_positive("model", full_attention_interval=self.full_attention_interval)
+            numbers, every = range(1, self.num_hidden_layers + 1), self.full_attention_interval
+            derived = tuple("linear_attention" if number % every else "full_attention" for number in numbers)
+            object.__setattr__(self, "layer_types", derived)
+        self._check_sizes()
+        self._check_layers()
+        self._check_rope()
+
+    def _check_sizes(self) -> None:
+        require_positive("model", **{name: getattr(self, name) for name in _SIZES})
+        require(self.hidden_act == "silu", f"hidden_act is {self.hidden_act!r}; only 'silu' is implemented")
+        require_choice("dtype", self.dtype, Dtype)
+        for whole, part in (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        ):
+            a, b = getattr(self, whole), getattr(self, part)
+            require(a % b == 0, f"{whole} is {a}; it must be a multiple of {part}, {b}")
+
+    def _check_layers(self) -> None:
+        layers = self.num_hidden_layers
+        require(
+            len(self.layer_types) == layers,
+            f"layer_types has {len(self.layer_types)} entries; num_hidden_layers is {layers} and they must be equal",
+        )
+        for kind in self.layer_types:
+            require_choice("an entry of layer_types", kind, MixerKind)
+        for index in self.mlp_only_layers:
+            require(0 <= index < layers, f"mlp_only_layers names layer {index}; allowed: 0 to {layers - 1}")
+        if any(kind.mlp == "moe" for kind in self.layer_kinds):
+            require_positive(
+                "model",
+                moe_intermediate_size=self.moe_intermediate_size,
+                shared_expert_intermediate_size=self.shared_expert_intermediate_size,
+                num_experts_per_tok=self.num_experts_per_tok,
+            )
+            require(
+                self.num_experts_per_tok <= self.num_experts,
+                f"num_experts_per_tok is {self.num_experts_per_tok}; allowed: at most num_experts, {self.num_experts}",
+            )
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters
+        require(
+            self.rotary_dim >= 1 and 2 * self.rotary_frequencies <= self.head_dim,
+            f"head_dim {self.head_dim} x partial_rotary_factor {rope.partial_rotary_factor} rotates {self.rotary_dim} "
+            f"dimensions; it must be at least 1 and, rounded up to even, at most head_dim",
+        )
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(rope, name)
+            if rope.rope_type == "longrope":
+                require(
+                    len(factors) == self.rotary_frequencies,
+                    f"rope_parameters.{name} has {len(factors)} entries; it must have {self.rotary_frequencies}",
+                )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of a head, before rounding up to even."""
+        return int(self.head_dim * self.rope_parameters.partial_rotary_factor)
+
+    @property
+    def rotary_frequencies(self) -> int:
+        return (self.rotary_dim + 1) // 2
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a GatedDeltaNet layer's queries, and of its keys."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the short convolution: queries, keys, values."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer, in order. A layer is dense if named, if there are no experts, or between sparse steps."""
+
+        def mlp(index: int) -> MlpKind:
+            sparse = index not in self.mlp_only_layers and self.num_experts > 0
+            return "moe" if sparse and (index + 1) % self.decoder_sparse_step == 0 else "dense"
+
+        return tuple(LayerKind(mixer, mlp(i)) for i, mixer in enumerate(self.layer_types))
+
+
+@dataclass(frozen=True)
+class Remat:
+    """Where activations are recomputed in the backward pass.
+
+    `block`: a cycle of layers is one unit. `layer`: each layer is one unit. `both`: a layer inside a cycle.
+    `barrier` keeps loops of one iteration in the compiled program, so that the compiler cannot merge their bodies.
+    """
+
+    placement: Placement = "layer"
+    barrier: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("compute.remat.placement", self.placement, Placement)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How the model is computed: nothing here changes what it computes, beyond rounding.
+
+    `dtype` is that of activations and products. `unroll` writes the layers out instead of scanning over them.
+    `dispatch` is how tokens meet experts: `auto` is `blocks` on a CPU and `ragged` elsewhere.
+    """
+
+    dtype: Dtype = "float32"
+    remat: Remat = field(default_factory=Remat)
+    chunk_size: int = 64
+    dispatch: Dispatch = "auto"
+    unroll: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("compute.dtype", self.dtype, Dtype)
+        require_choice("compute.dispatch", self.dispatch, Dispatch)
+        size = self.chunk_size
+        require(size > 0 and size & (size - 1) == 0, f"compute.chunk_size is {size}; it must be a power of two")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it is cut into rows.
+
+    `source`: `stdlib` (the Python standard library's own source files), or a file, folder or glob of text or `.jsonl`.
+    `tokenizer`: `bytes`, or the path of a Hugging Face `tokenizer.json`. `text_field`: the field of a JSONL record.
+    `batch_size`: rows of one optimizer step. `held_out`: share of the documents kept for evaluation.
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    sequence_length: int = 512
+    batch_size: int = 8
+    held_out: float = 0.03
+
+    def __post_init__(self) -> None:
+        require_positive("data", sequence_length=self.sequence_length, batch_size=self.batch_size)
+        require(0 < self.held_out < 1, f"data.held_out is {self.held_out}; it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay to `final_fraction` of the peak; weight decay on matrices alone."""
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 100
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("optimizer", learning_rate=self.learning_rate, epsilon=self.epsilon, clip_norm=self.clip_norm)
+        for name in ("beta1", "beta2", "final_fraction"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"optimizer.{name} is {value}; it must lie between 0 and 1")
+        for name in ("warmup_steps", "weight_decay"):
+            require(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. `accumulate`: microbatches of an optimizer step. `eval_batches`: batches of an evaluation
+    during the run; the last one reads all held-out text. `wandb`: what Weights & Biases does with the metrics."""
+
+    folder: str = "runs/default"
+    overwrite: bool = False
+    seed: int = 0
+    steps: int = 1000
+    accumulate: int = 1
+    log_every: int = 10
+    eval_every: int = 200
+    eval_batches: int = 4
+    save_every: int = 500
+    sample_prompt: str = "def "
+    sample_tokens: int = 100
+    wandb: Literal["off", "offline", "online"] = "offline"
+
+    def __post_init__(self) -> None:
+        names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every")
+        require_positive("run", **{name: getattr(self, name) for name in names})
+        require(self.sample_tokens >= 0, f"run.sample_tokens is {self.sample_tokens}; it must not be negative")
+        require(self.seed >= 0, f"run.seed is {self.seed}; it must not be negative")
+        require(bool(self.folder), "run.folder is empty; it must name a folder")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `train.py` reads: one TOML file, a section a field."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    compute: Compute = field(default_factory=Compute)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        rows, parts = self.data.batch_size, self.run.accumulate
+        require(rows % parts == 0, f"data.batch_size is {rows}; it must be a multiple of run.accumulate, {parts}")

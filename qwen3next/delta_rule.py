@@ -1,0 +1,181 @@
+"""The gated delta rule (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"), chunked and one step at a time.
+
+For each value head, with state M in R^{key x value}:
+
+    M <- e^{g_t} M;    d_t = beta_t (v_t - M^T k_t);    M <- M + k_t d_t^T;    o_t = M^T q_t
+
+The chunked form solves a chunk's d_t at once. With D_ij = exp(g_{j+1} + ... + g_i) for j <= i and 0 above:
+
+    T = (I + A)^{-1},  A_ij = beta_i (k_i.k_j) D_ij for j < i
+    d = T (beta v) - T (beta e^G k) M,    o = e^G q M + (q k^T * D) d,    M <- e^{G_last} M + (e^{G_last - G} k)^T d
+
+where G_i sums the chunk's g up to i. Everything is float32. Queries and keys stay at their own head count.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+_BASE = 8  # below this size the inverse doubles under a mask: tiny products cost more than they compute
+_STRONGEST = -200.0  # e^-200 is 0 in float32
+
+
+def _inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
+    """(I + lower)^{-1} by halves: inv [[P, 0], [L, Q]] = [[P', 0], [-Q' L P', Q']]. As stable as substitution."""
+    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    size = lower.shape[-1]
+    if size > _BASE:
+        half = size // 2
+        blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]], axis=-3)
+        inverses = _inverse(blocks)
+        first, second = inverses[..., 0, :, :], inverses[..., 1, :, :]
+        corner = -product(second, product(lower[..., half:, :half], first))
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    half = 1
+    while half < size:
+        i, j = index[:, None], index[None, :]
+        corners = jnp.where((i // (2 * half) == j // (2 * half)) & (i // half != j // half), lower, 0.0)
+        # At the first size the inverse is still the identity.
+        inverse = inverse - (corners if half == 1 else product(inverse, product(corners, inverse)))
+        half *= 2
+    return inverse
+
+
+@jax.custom_vjp
+def unit_triangular_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
+    """(I + lower)^{-1} for a strictly lower triangular matrix whose size is a power of two."""
+    return _inverse(lower)
+
+
+def _inverse_forward(lower: Array) -> tuple[Array, Array]:
+    inverse = _inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    return (-jnp.tril(product(product(transposed, cotangent), transposed), -1),)
+
+
+unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _decay(
+    g: Float[Array, "*batch chunk"], documents: Float[Array, "*batch chunk"] | None
+) -> tuple[Float[Array, "*batch chunk chunk"], Float[Array, "*batch chunk"]]:
+    """D, and e^G. Between two documents of a chunk both are 0, as from the state before it into a later document.
+
+    A difference of two cumulative sums would lose the small terms next to the large ones. So g is split into a
+    multiple of 2^-10, whose sums are exact in float32, and a remainder whose sums are small; the remainder carries
+    the derivative.
+    """
+    g = jnp.maximum(g, _STRONGEST)
+    coarse = jax.lax.stop_gradient(jnp.round(g * 1024) / 1024)
+    coarse_sum, fine_sum = jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)
+    size = g.shape[-1]
+    visible = jnp.tril(jnp.ones((size, size), bool))
+    from_start = coarse_sum + fine_sum
+    if documents is not None:
+        visible = visible & (documents[..., :, None] == documents[..., None, :])
+        from_start = jnp.where(documents == 0, from_start, -jnp.inf)
+    between = (coarse_sum[..., :, None] - coarse_sum[..., None, :]) + (fine_sum[..., :, None] - fine_sum[..., None, :])
+    return jnp.exp(jnp.where(visible, between, -jnp.inf)), jnp.exp(from_start)
+
+
+def _chunked(
+    q: Float[Array, "batch seq key_heads key"],
+    k: Float[Array, "batch seq key_heads key"],
+    v: Float[Array, "batch seq value_heads value"],
+    g: Float[Array, "batch seq value_heads"],
+    beta: Float[Array, "batch seq value_heads"],
+    state: Float[Array, "batch value_heads key value"],
+    resets: Bool[Array, "batch seq"] | None,
+    chunk_size: int,
+) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
+    batch, seq, key_heads, _ = q.shape
+    value_heads, value_dim = v.shape[2:]
+    repeats = value_heads // key_heads
+    size = min(chunk_size, 1 << (seq - 1).bit_length())
+    n = -(-seq // size)
+
+    def chunks(x: Array, *heads: int) -> Array:
+        """[batch, seq, heads, ...] -> [n, batch, *heads, chunk, ...]; padding is 0, which neither decays nor writes."""
+        x = jnp.pad(x, [(0, 0), (0, n * size - seq)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, n, size, *heads, *x.shape[3:])
+        return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(heads)), 1, 0)
+
+    q, k = chunks(q, key_heads, 1), chunks(k, key_heads, 1)
+    v, g, beta = (chunks(x, key_heads, repeats) for x in (v, g, beta))
+    documents = None
+    if resets is not None:
+        documents = jnp.cumsum(chunks(resets[:, :, None].astype(jnp.float32), 1, 1), axis=-1)
+
+    decay, from_start = _decay(g, documents)
+    to_end, across = decay[..., -1, :], from_start[..., -1, None, None]
+    kk, qk = jnp.einsum("...id,...jd->...ij", k, k), jnp.einsum("...id,...jd->...ij", q, k)
+    inverse = unit_triangular_inverse(jnp.tril(beta[..., :, None] * kk * decay, -1))
+    writes = inverse @ (beta[..., None] * v)
+    reads = (inverse * (beta * from_start)[..., None, :]) @ k
+    attention = qk * decay
+
+    def step(m: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, from_start, to_end, across, writes, reads, attention = xs
+        delta = writes - reads @ m
+        out = from_start[..., None] * (q @ m) + attention @ delta
+        m = across * m + jnp.einsum("...ck,...cv->...kv", k, to_end[..., None] * delta)
+        return m, out
+
+    grouped = state.reshape(batch, key_heads, repeats, *state.shape[2:])
+    m, out = jax.lax.scan(step, grouped, (q, k, from_start, to_end, across, writes, reads, attention))
+    out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), -2, 2).reshape(batch, n * size, value_heads, value_dim)
+    return out[:, :seq], m.reshape(state.shape)
+
+
+def _step(
+    q: Float[Array, "batch key_heads key"],
+    k: Float[Array, "batch key_heads key"],
+    v: Float[Array, "batch value_heads value"],
+    g: Float[Array, "batch value_heads"],
+    beta: Float[Array, "batch value_heads"],
+    state: Float[Array, "batch value_heads key value"],
+    reset: Bool[Array, " batch"] | None,
+) -> tuple[Float[Array, "batch value_heads value"], Float[Array, "batch value_heads key value"]]:
+    batch, key_heads, _ = q.shape
+    m = state.reshape(batch, key_heads, -1, *state.shape[2:])
+    decay = jnp.exp(g) if reset is None else jnp.where(reset[:, None], 0.0, jnp.exp(g))
+    m = m * decay.reshape(m.shape[:3])[..., None, None]
+    v, beta = v.reshape(*m.shape[:3], -1), beta.reshape(m.shape[:3])
+    delta = beta[..., None] * (v - jnp.einsum("bhrkv,bhk->bhrv", m, k))
+    m = m + k[:, :, None, :, None] * delta[..., None, :]
+    out = jnp.einsum("bhrkv,bhk->bhrv", m, q)
+    return out.reshape(batch, -1, out.shape[-1]), m.reshape(state.shape)
+
+
+def gated_delta_rule(
+    q: Float[Array, "batch seq key_heads key"],
+    k: Float[Array, "batch seq key_heads key"],
+    v: Float[Array, "batch seq value_heads value"],
+    g: Float[Array, "batch seq value_heads"],
+    beta: Float[Array, "batch seq value_heads"],
+    state: Float[Array, "batch value_heads key value"],
+    resets: Bool[Array, "batch seq"] | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
+    """Outputs and the state after the last token; all float32.
+
+    `q` and `k` are normalised, `q` scaled; key head j serves value heads jR to jR+R-1. `g <= 0` is the log-decay.
+    `g = beta = 0` makes a token inert. Where `resets` is true the state is emptied before the token.
+    `chunk_size` is a power of two; a single token takes the one-step form.
+    """
+    if q.shape[1] == 1:
+        reset = None if resets is None else resets[:, 0]
+        out, state = _step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state, reset)
+        return out[:, None], state
+    return _chunked(q, k, v, g, beta, state, resets, chunk_size)

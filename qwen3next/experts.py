@@ -1,0 +1,105 @@
+"""Routed experts: the three ways in which tokens meet them. All compute every assignment; none drops a token."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from qwen3next.config import Dispatch, ModelConfig
+from qwen3next.linear import normal
+
+_LARGEST_BLOCK = 128
+
+
+@jax.custom_vjp
+def _permute(
+    x: Float[Array, "rows hidden"], source: Int[Array, " places"], place: Int[Array, " rows"]
+) -> Float[Array, "places hidden"]:
+    """`x[source]`, and 0 where `source` is past the end. `place` is the inverse, so the gradient is a gather too."""
+    return x.at[source].get(mode="fill", fill_value=0)
+
+
+def _permute_forward(x: Array, source: Array, place: Array) -> tuple[Array, Array]:
+    return _permute(x, source, place), place
+
+
+def _permute_backward(place: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return cotangent.at[place].get(mode="fill", fill_value=0), None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _block_size(assignments: int, experts: int) -> int:
+    """Rows of a block: about an expert's share, so that little is padding, as a power of two."""
+    share = max(assignments // experts, 1)
+    return min(_LARGEST_BLOCK, 1 << (share - 1).bit_length())
+
+
+class Experts(eqx.Module):
+    """`num_experts` SwiGLU experts of width `moe_intermediate_size`, stacked."""
+
+    gate_proj: Float[Array, "experts expert hidden"]
+    up_proj: Float[Array, "experts expert hidden"]
+    down_proj: Float[Array, "experts hidden expert"]
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        c, std, dtype = config, config.initializer_range, jnp.dtype(config.dtype)
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        shape = (c.num_experts, c.moe_intermediate_size, c.hidden_size)
+        self.gate_proj = normal(gate_key, shape, std, dtype)
+        self.up_proj = normal(up_key, shape, std, dtype)
+        self.down_proj = normal(down_key, (c.num_experts, c.hidden_size, c.moe_intermediate_size), std, dtype)
+
+    def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """Every expert on every token: the reference."""
+        gate, up, down = (w.astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        inner = jax.nn.silu(jnp.einsum("th,eih->tei", x, gate)) * jnp.einsum("th,eih->tei", x, up)
+        one_hot = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)
+        share = jnp.einsum("tk,tke->te", weights, one_hot)
+        return jnp.einsum("tei,ehi,te->th", inner, down, share)
+
+    def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """Assignments sorted by expert, and a grouped product over them."""
+        gate, up, down = (jnp.swapaxes(w.astype(x.dtype), 1, 2) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        place = jnp.argsort(order)
+        sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+        rows = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, place)
+        inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+        out = _permute(jax.lax.ragged_dot(inner, down, sizes), place, order)
+        return jnp.einsum("tk,tkh->th", weights, out.reshape(*chosen.shape, -1))
+
+    def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """Assignments sorted by expert, each expert's filled up to whole blocks, and one batched product of blocks."""
+        experts, assignments = self.gate_proj.shape[0], chosen.size
+        size = _block_size(assignments, experts)
+        blocks = (assignments + min(experts, assignments) * (size - 1)) // size
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        counts = jnp.bincount(flat, length=experts)
+        block_ends = jnp.cumsum(-(-counts // size))
+        before = (block_ends - -(-counts // size)) * size - (jnp.cumsum(counts) - counts)
+        places = jnp.arange(assignments) + before[flat[order]]
+        place = jnp.zeros(assignments, jnp.int32).at[order].set(places.astype(jnp.int32), unique_indices=True)
+        empty = jnp.full(blocks * size, assignments, jnp.int32)
+        source = empty.at[place].set(jnp.arange(assignments, dtype=jnp.int32), unique_indices=True)
+        owner = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
+        gate, up, down = (w[owner].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        rows = _permute(jnp.repeat(x, chosen.shape[1], axis=0), source, place).reshape(blocks, size, -1)
+        inner = jax.nn.silu(jnp.einsum("nbh,nih->nbi", rows, gate)) * jnp.einsum("nbh,nih->nbi", rows, up)
+        out = jnp.einsum("nbi,nhi->nbh", inner, down).reshape(blocks * size, -1)
+        return jnp.einsum("tk,tkh->th", weights, _permute(out, place, source).reshape(*chosen.shape, -1))
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        weights: Float[Array, "tokens top_k"],
+        chosen: Int[Array, "tokens top_k"],
+        dispatch: Dispatch,
+    ) -> Float[Array, "tokens hidden"]:
+        """`sum_k weights[t, k] * expert_{chosen[t, k]}(x_t)`."""
+        if dispatch == "auto":
+            dispatch = "blocks" if jax.default_backend() == "cpu" else "ragged"
+        apply = {"dense": self._dense, "ragged": self._ragged, "blocks": self._blocks}[dispatch]
+        return apply(x, weights, chosen)

@@ -1,0 +1,27 @@
+"""Dense SwiGLU: the dense layers' MLP, and the shared expert's."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from qwen3next.config import ModelConfig
+from qwen3next.linear import Linear
+
+
+class MLP(eqx.Module):
+    """`down(silu(gate x) * up x)` (Shazeer 2020, "GLU variants improve Transformer")."""
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    def __init__(self, config: ModelConfig, width: int, *, key: PRNGKeyArray):
+        hidden, std, dtype = config.hidden_size, config.initializer_range, jnp.dtype(config.dtype)
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate_proj = Linear(hidden, width, std, dtype, key=gate_key)
+        self.up_proj = Linear(hidden, width, std, dtype, key=up_key)
+        self.down_proj = Linear(width, hidden, std, dtype, key=down_key)
+
+    def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

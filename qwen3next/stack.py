@@ -1,0 +1,130 @@
+"""Layers stacked and scanned: the one helper, and the hybrid decoder made of it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from qwen3next.cache import LayerCache
+from qwen3next.config import ModelConfig
+from qwen3next.context import Context
+from qwen3next.layer import Layer
+from qwen3next.moe import RouterStats
+from qwen3next.pattern import Grouped, Pattern, Run, find_pattern
+
+M = TypeVar("M", bound=eqx.Module)
+Hidden = Float[Array, "batch seq hidden"]
+
+
+def _barrier(wanted: bool) -> AbstractContextManager[Any]:
+    """Keeps a loop of one iteration a loop, so that the compiler cannot merge its body with what stands around it."""
+    return set_xla_metadata(**{"skip-simplify-while-loops_trip-count-one": "true"}) if wanted else nullcontext()
+
+
+class Stacked(eqx.Module, Generic[M]):
+    """`length` modules of one structure: a module whose array leaves have a leading axis."""
+
+    modules: M
+    length: int = eqx.field(static=True)
+
+    def __init__(self, make: Callable[[PRNGKeyArray], M], length: int, *, key: PRNGKeyArray):
+        self.modules = eqx.filter_vmap(make)(jax.random.split(key, length))
+        self.length = length
+
+    def scan(
+        self,
+        apply: Callable[[M, Hidden, PyTree], tuple[Hidden, PyTree]],
+        h: Hidden,
+        xs: PyTree,
+        context: Context,
+        *,
+        remat: bool,
+    ) -> tuple[Hidden, PyTree]:
+        """`h, y = apply(module, h, x)` for each module in turn; returns the last `h` and the `y`s, stacked.
+
+        Only `h` is carried and only `y` returned: the parameters are inputs of the scan and come out of it nowhere.
+        """
+        compute = context.compute
+        arrays, static = eqx.partition(self.modules, eqx.is_array)
+
+        def body(h: Hidden, step: tuple[PyTree, PyTree]) -> tuple[Hidden, PyTree]:
+            arrays, x = step
+            return apply(eqx.combine(arrays, static), h, x)
+
+        if remat:
+            # In a loop nothing can be merged with the forward pass, so the barrier of `prevent_cse` buys nothing.
+            body = eqx.filter_checkpoint(body, prevent_cse=compute.unroll or not compute.remat.barrier)
+        with _barrier(compute.remat.barrier and not compute.unroll and self.length == 1):
+            return jax.lax.scan(body, h, (arrays, xs), length=self.length, unroll=compute.unroll)
+
+
+class HybridBlock(eqx.Module):
+    """Runs of layers, one after another: a cycle, or what stands before or after the cycles."""
+
+    runs: tuple[Stacked[Layer], ...]
+
+    def __init__(self, config: ModelConfig, runs: tuple[Run, ...], *, key: PRNGKeyArray):
+        keys = jax.random.split(key, max(len(runs), 1))
+        self.runs = tuple(
+            Stacked(lambda key, kind=run.kind: Layer(config, kind, key=key), run.length, key=key)
+            for run, key in zip(runs, keys, strict=False)
+        )
+
+    def __call__(self, h: Hidden, caches: tuple[PyTree, ...], context: Context) -> tuple[Hidden, tuple[PyTree, ...]]:
+        """Residual stream, and for each run the stacked (cache, router sums) of its layers."""
+
+        def apply(layer: Layer, h: Hidden, cache: LayerCache | None) -> tuple[Hidden, PyTree]:
+            h, cache, stats = layer(h, context, cache)
+            return h, (cache, stats)
+
+        remat, outputs = context.compute.remat.placement in ("layer", "both"), []
+        for run, cache in zip(self.runs, caches, strict=True):
+            h, output = run.scan(apply, h, cache, context, remat=remat)
+            outputs.append(output)
+        return h, tuple(outputs)
+
+
+class Decoder(eqx.Module):
+    """All layers, in the order that the config gives: a prefix, a scanned stack of cycles, a remainder."""
+
+    prefix: HybridBlock
+    cycles: Stacked[HybridBlock]
+    remainder: HybridBlock
+    pattern: Pattern = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        self.pattern = find_pattern(config.layer_kinds)
+        prefix_key, cycles_key, remainder_key = jax.random.split(key, 3)
+        self.prefix = HybridBlock(config, self.pattern.prefix, key=prefix_key)
+        self.cycles = Stacked(
+            lambda key: HybridBlock(config, self.pattern.cycle, key=key), self.pattern.repeats, key=cycles_key
+        )
+        self.remainder = HybridBlock(config, self.pattern.remainder, key=remainder_key)
+
+    def layers(self) -> list[Layer]:
+        """The layers one by one, in order, each with its own arrays."""
+        blocks = (self.prefix, self.cycles.modules, self.remainder)
+        return self.pattern.flatten(Grouped(*(tuple(run.modules for run in block.runs) for block in blocks)))
+
+    def __call__(
+        self, h: Hidden, caches: tuple[LayerCache | None, ...], context: Context
+    ) -> tuple[Hidden, tuple[LayerCache | None, ...], tuple[RouterStats | None, ...]]:
+        """Residual stream after the last layer; a cache and router sums for each layer, in order."""
+        remat = context.compute.remat.placement in ("block", "both")
+        grouped = self.pattern.group(caches)
+
+        def apply(block: HybridBlock, h: Hidden, caches: tuple[PyTree, ...]) -> tuple[Hidden, tuple[PyTree, ...]]:
+            return block(h, caches, context)
+
+        def once(block: HybridBlock, h: Hidden, caches: tuple[PyTree, ...]) -> tuple[Hidden, tuple[PyTree, ...]]:
+            return (eqx.filter_checkpoint(apply) if remat and block.runs else apply)(block, h, caches)
+
+        h, before = once(self.prefix, h, grouped.prefix)
+        h, cycle = self.cycles.scan(apply, h, grouped.cycle, context, remat=remat)
+        h, after = once(self.remainder, h, grouped.remainder)
+        outputs = self.pattern.flatten(Grouped(before, cycle, after))
+        return h, tuple(cache for cache, _ in outputs), tuple(stats for _, stats in outputs)
