@@ -55,7 +55,7 @@ class GatedAttention(AbstractMixer[AttentionCache]):
             k = jax.lax.dynamic_update_slice(cache.key, k, at)
             v = jax.lax.dynamic_update_slice(cache.value, v, at)
             cache = AttentionCache(k, v)
-        with jax.named_scope("attention"):
+        with jax.named_scope("attention"), jax.numpy_dtype_promotion("standard"):  # jax's own code counts on it
             mask = context.attention_mask(seq)[:, None]
             out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=c.head_dim**-0.5)
         out = (out * jax.nn.sigmoid(gate)).reshape(batch, seq, -1)

@@ -113,11 +113,6 @@ class ModelConfig:
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
-        if not self.layer_types:
-            require_positive("model", full_attention_interval=self.full_attention_interval)
-            numbers, every = range(1, self.num_hidden_layers + 1), self.full_attention_interval
-            derived = tuple("linear_attention" if number % every else "full_attention" for number in numbers)
-            object.__setattr__(self, "layer_types", derived)
         self._check_sizes()
         self._check_layers()
         self._check_rope()
@@ -135,8 +130,9 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         layers = self.num_hidden_layers
+        require_positive("model", full_attention_interval=self.full_attention_interval)
         require(
-            len(self.layer_types) == layers,
+            len(self.layer_types) in (0, layers),
             f"layer_types has {len(self.layer_types)} entries; num_hidden_layers is {layers} and they must be equal",
         )
         for kind in self.layer_types:
@@ -195,13 +191,21 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, in order. A layer is dense if named, if there are no experts, or between sparse steps."""
+        """Kind of each layer, in order, from `layer_types` or else from `full_attention_interval`.
+
+        A layer is dense if `mlp_only_layers` names it, if there are no experts, and between sparse steps.
+        """
+
+        def mixer(index: int) -> MixerKind:
+            if self.layer_types:
+                return self.layer_types[index]
+            return "linear_attention" if (index + 1) % self.full_attention_interval else "full_attention"
 
         def mlp(index: int) -> MlpKind:
             sparse = index not in self.mlp_only_layers and self.num_experts > 0
             return "moe" if sparse and (index + 1) % self.decoder_sparse_step == 0 else "dense"
 
-        return tuple(LayerKind(mixer, mlp(i)) for i, mixer in enumerate(self.layer_types))
+        return tuple(LayerKind(mixer(i), mlp(i)) for i in range(self.num_hidden_layers))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _decay(
-    g: Float[Array, "*batch chunk"], documents: Float[Array, "*batch chunk"] | None
+    g: Float[Array, "*batch chunk"], documents: Float[Array, "*#batch chunk"] | None
 ) -> tuple[Float[Array, "*batch chunk chunk"], Float[Array, "*batch chunk"]]:
     """D, and e^G. Between two documents of a chunk both are 0, as from the state before it into a later document.
 

@@ -16,7 +16,7 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def require_positive(section: str, **values: float) -> None:
+def require_positive(section: str, **values: int | float) -> None:
     """Raises `InputError` for the first value that is not above zero."""
     for name, value in values.items():
         require(value > 0, f"{section}.{name} is {value}; it must be above 0")

@@ -50,7 +50,7 @@ def abstract_model(config: ModelConfig) -> Qwen3Next:
 
 def _in_layer(config: ModelConfig, index: int, path: str, expert: int | None) -> str:
     """Published name of a layer's tensor, `path` being that of our leaf inside the layer."""
-    name = re.sub("^mixer", _MODULES[config.layer_types[index]], path)
+    name = re.sub("^mixer", _MODULES[config.layer_kinds[index].mixer], path)
     name = re.sub("conv1d$", "conv1d.weight", name)
     if expert is not None:
         name = name.replace("mlp.experts.", f"mlp.experts.{expert}.") + ".weight"

@@ -39,9 +39,11 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     require(dropout == 0, f"attention_dropout is {dropout}; only 0 is implemented")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     try:
-        return ModelConfig(**{**_fields(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype})
+        config = ModelConfig(**{**_fields(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype})
     except TypeError as error:
         raise InputError(f"config.json holds a value of the wrong type: {error}") from error
+    kinds = tuple(kind.mixer for kind in config.layer_kinds)  # spelled out, so that both spellings read alike
+    return dataclasses.replace(config, layer_types=kinds, full_attention_interval=4)
 
 
 def read_json(path: Path) -> dict[str, Any]:

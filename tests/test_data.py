@@ -71,7 +71,7 @@ def test_a_folder_is_read_in_sorted_order_whatever_the_file_system_says(tmp_path
     documents = _read(tmp_path)
     assert [os.path.relpath(document.name, tmp_path) for document in documents] == expected
 
-    walk, globbed, shuffle = os.walk, data.glob.glob, random.Random(0).shuffle
+    walk, shuffle = os.walk, random.Random(0).shuffle
 
     def shuffled(*args, **kwargs):
         for folder, folders, files in walk(*args, **kwargs):
@@ -80,10 +80,15 @@ def test_a_folder_is_read_in_sorted_order_whatever_the_file_system_says(tmp_path
             yield folder, folders, files
 
     monkeypatch.setattr(os, "walk", shuffled)
-    monkeypatch.setattr(data.glob, "glob", lambda *args, **kwargs: sorted(globbed(*args, **kwargs), reverse=True))
     assert all(_read(tmp_path) == documents for _ in range(5))
     assert _read(tmp_path / "a" / "**" / "*") == documents[1:3]
-    assert [document.name for document in _read(tmp_path / "*.txt")] == [str(tmp_path / n) for n in ("a.txt", "b.txt")]
+
+
+def test_a_glob_is_read_in_sorted_order(tmp_path):
+    names = [f"{letter}.txt" for letter in "abcdefghijkl"]
+    for name in [*reversed(names), "other.md"]:
+        (tmp_path / name).write_text("x")
+    assert [os.path.basename(document.name) for document in _read(tmp_path / "*.txt")] == names
 
 
 def test_a_file_whose_name_looks_like_a_glob(tmp_path):
@@ -147,16 +152,24 @@ def test_a_source_without_text_is_refused(tmp_path, monkeypatch, source):
     assert repr(source) in _one_line(error)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("place", "name", "culprit"), [(data.Path, "read_bytes", "a.txt"), (os, "scandir", "locked")])
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, place, name, culprit):
     (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "locked").mkdir()
+    original = getattr(place, name)
 
     def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
+        if os.path.basename(path) == culprit:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
 
-    monkeypatch.setattr(data.Path, "read_bytes", refuse)
-    with pytest.raises(InputError, match=r"cannot read '.*a\.txt': Permission denied"):
+    monkeypatch.setattr(place, name, refuse)
+    with pytest.raises(InputError, match=f"cannot read '.*{culprit}': Permission denied"):
         _read(tmp_path)
-    with pytest.raises(InputError, match="cannot read 'xxx.*: File name too long"):
+
+
+def test_a_name_that_is_too_long_is_refused():
+    with pytest.raises(InputError, match=r"cannot read 'xxx.*: File name too long"):
         _read("x" * 5000)
 
 
@@ -221,9 +234,9 @@ def test_what_cannot_be_split_is_refused():
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_outside_uint32_is_refused(seed):
-    with pytest.raises(InputError, match="seed: .*from 0 to 4294967295"):
+    with pytest.raises(InputError, match=r"seed: .*from 0 to 4294967295"):
         split_documents(_documents([3, 3]), 0.5, seed)
-    with pytest.raises(InputError, match="seed: .*from 0 to 4294967295"):
+    with pytest.raises(InputError, match=r"seed: .*from 0 to 4294967295"):
         train_batches(_corpus([100]), DataConfig(sequence_length=4, batch_size=2), seed)
 
 

@@ -1,0 +1,48 @@
+"""Held-out text: bits per byte of a model, and of the compressors that everyone has."""
+
+import gzip
+import lzma
+import math
+from collections.abc import Iterable
+from itertools import islice
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qwen3next.config import Compute
+from qwen3next.data import Batch as HostBatch
+from qwen3next.data import TokenizedCorpus
+from qwen3next.loss import cross_entropy_sum
+from qwen3next.model import Qwen3Next
+from qwen3next.training import Batch
+
+
+@eqx.filter_jit
+def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    states, _, _ = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
+    return cross_entropy_sum(model.logits(states), batch["labels"])
+
+
+def evaluate(
+    model: Qwen3Next, corpus: TokenizedCorpus, batches: Iterable[HostBatch], limit: int | None, compute: Compute
+) -> dict[str, float]:
+    """`loss`, nats a token, and `bits_per_byte`, over the first `limit` batches or all of them.
+
+    Ends of text are predicted too and count as bits. Over all batches the bytes are exactly the text's; over some,
+    the text's bytes a token are taken for theirs.
+    """
+    nats, count = 0.0, 0.0
+    for batch in islice(batches, limit):
+        batch_nats, batch_count = _batch_loss(model, jax.tree.map(jnp.asarray, batch), compute)
+        nats, count = nats + float(batch_nats), count + float(batch_count)
+    predictions = len(corpus.tokens) - len(corpus.starts)
+    text_bytes = corpus.text_bytes * count / predictions
+    return {"loss": nats / count, "bits_per_byte": nats / math.log(2) / text_bytes}
+
+
+def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
+    """What `gzip -9` and `xz` (its default, -6) need for the same bytes."""
+    sizes = {"gzip": len(gzip.compress(text, 9)), "xz": len(lzma.compress(text, preset=6))}
+    return {name: 8 * size / len(text) for name, size in sizes.items()}

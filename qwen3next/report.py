@@ -1,0 +1,58 @@
+"""What a run costs, counted on the program itself: parameters, and the FLOPs of its matrix products."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import PyTree
+
+from qwen3next.config import ModelConfig
+
+
+def _jaxprs(value: Any) -> list[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    return [jaxpr for item in value for jaxpr in _jaxprs(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _jaxpr_flops(jaxpr: Jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            total += _product_flops(equation)
+            continue
+        inner = sum(_jaxpr_flops(sub) for value in equation.params.values() for sub in _jaxprs(value))
+        total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+    return total
+
+
+def _product_flops(equation: Any) -> int:
+    numbers = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
+    contracting = getattr(numbers, "dot_dimension_numbers", numbers)[0][0]
+    left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return 2 * math.prod(out) * math.prod(left[axis] for axis in contracting)
+
+
+def count_flops(function: Callable[..., Any], *args: PyTree) -> int:
+    """Floating-point operations of the matrix products in one call, loops counted as often as they run.
+
+    (XLA's own analysis counts a loop's body once.) Arguments may be abstract. Elementwise work is left out.
+    """
+    return _jaxpr_flops(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
+
+
+def count_parameters(model: PyTree) -> int:
+    """Elements of the array leaves, concrete or abstract."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape"))
+
+
+def active_parameters(model: PyTree, config: ModelConfig) -> int:
+    """Parameters that one token meets: all but the experts that it is not sent to."""
+    moe_layers = sum(kind.mlp == "moe" for kind in config.layer_kinds)
+    idle = config.num_experts - config.num_experts_per_tok
+    return count_parameters(model) - moe_layers * idle * 3 * config.hidden_size * config.moe_intermediate_size

@@ -1,0 +1,88 @@
+"""Where a run's metrics go: JSON lines always, Weights & Biases besides."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from qwen3next.config import TrainConfig
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes the metrics of a step."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records metrics by name."""
+        ...
+
+    def close(self) -> None:
+        """Ends the record."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line: `step`, `time` (Unix seconds) and the metrics. Flushed line by line."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandB:
+    """A Weights & Biases run. `offline` writes to the run's folder, needs no key and asks nothing."""
+
+    def __init__(self, folder: Path, mode: str, config: dict[str, Any]):
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+        self._run = wandb.init(
+            project="qwen3next",
+            name=folder.name,
+            dir=folder,
+            mode=mode,
+            config=config,
+            settings=settings,  # type: ignore[arg-type]
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Several:
+    """Passes everything on to each of its trackers."""
+
+    def __init__(self, trackers: list[Tracker]):
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def make_tracker(folder: Path, metrics: str, config: TrainConfig, as_dict: dict[str, Any]) -> tuple[Tracker, str]:
+    """The run's tracker, and a word on what became of Weights & Biases. Whatever fails there stops nothing."""
+    lines = JsonLines(folder / metrics)
+    mode = config.run.wandb
+    if mode == "off":
+        return lines, "off"
+    if importlib.util.find_spec("wandb") is None:
+        return lines, "not installed"
+    try:
+        return Several([lines, WandB(folder, mode, as_dict)]), mode
+    except Exception as error:  # a broken service must not cost the run
+        return lines, f"failed to start: {error}"

@@ -1,0 +1,71 @@
+"""The optimizer step: gradients of trainable leaves alone, over microbatches weighted by their real tokens."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from qwen3next.config import Compute, TrainConfig
+from qwen3next.loss import IGNORE, balance_loss, cross_entropy_sum
+from qwen3next.model import Qwen3Next
+
+Batch = dict[str, Int[Array, "rows seq"]]
+Metrics = dict[str, Float[Array, ""]]
+
+
+class TrainState(eqx.Module):
+    """What an optimizer step changes: the trainable leaves (the rest are `None`) and the optimizer's state."""
+
+    params: PyTree
+    optimizer: optax.OptState
+
+
+def loss(
+    params: PyTree, frozen: PyTree, batch: Batch, total: Float[Array, ""], compute: Compute
+) -> tuple[Float[Array, ""], Metrics]:
+    """A microbatch's share of the step's loss: cross-entropy over `total` labels, balance loss by its labels."""
+    model: Qwen3Next = eqx.combine(params, frozen)
+    states, _, router = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
+    nats, count = cross_entropy_sum(model.logits(states), batch["labels"])
+    parts = {"loss": nats / total, "balance": balance_loss(router) * count / total}
+    return parts["loss"] + model.config.router_aux_loss_coef * parts["balance"], parts
+
+
+def gradients(
+    params: PyTree, frozen: PyTree, batch: Batch, microbatches: int, compute: Compute
+) -> tuple[PyTree, Metrics]:
+    """Gradients of the mean over all real tokens of the batch, taken in `microbatches` parts one after another."""
+    total = jnp.maximum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32), 1)
+
+    def part(batch: Batch) -> tuple[PyTree, Metrics]:
+        return jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute)
+
+    if microbatches == 1:
+        return part(batch)
+    batches = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batches))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(sums: PyTree, batch: Batch) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, sums, part(batch)), None
+
+    return jax.lax.scan(add, zeros, batches)[0]
+
+
+def make_train_step(
+    config: TrainConfig, transform: optax.GradientTransformation
+) -> Callable[[tuple[PyTree, Batch], TrainState], tuple[TrainState, Metrics]]:
+    """`step((frozen, batch), state)`: one optimizer step. Metrics are float32 scalars, losses in nats a token."""
+
+    def train_step(inputs: tuple[PyTree, Batch], state: TrainState) -> tuple[TrainState, Metrics]:
+        frozen, batch = inputs
+        grads, metrics = gradients(state.params, frozen, batch, config.run.accumulate, config.compute)
+        metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
+        with jax.numpy_dtype_promotion("standard"):  # optax counts on it
+            updates, optimizer = transform.update(grads, state.optimizer, state.params)
+            return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
+
+    return train_step
