@@ -90,7 +90,7 @@ def main(config: TrainConfig) -> int:
         monitor.say(text)
         return result["bits_per_byte"]
 
-    number, status = 0, 0
+    number, status, values = 0, 0, dict[str, float]()
     with StopRequest() as stop, monitor:
         for number in range(1, run.steps + 1):
             state, metrics = step((frozen, jax.tree.map(jnp.asarray, next(batches))), state)
@@ -99,24 +99,26 @@ def main(config: TrainConfig) -> int:
                 monitor.say(f"first step after {time.perf_counter() - started:.1f} s")
                 monitor.start_clock(number)
             last = number == run.steps or stop.wanted
-            if number % run.log_every == 0 or last:
+            log, evaluation, save = (
+                last or number % every == 0 for every in (run.log_every, run.eval_every, run.save_every)
+            )
+            if log or save:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not math.isfinite(values["loss"]):
-                    monitor.say(
-                        f"step {number}: the loss is {values['loss']}; stopped, the weights last saved are kept"
-                    )
+                    monitor.say(f"step {number}: the loss is {values['loss']}; stopped, weights saved before are kept")
                     status = 1
                     break
+            if log:
                 speed = monitor.step(number, values["loss"])
                 rate = float(jnp.asarray(learning_rate(number - 1)))
                 tracker.log(number, {**values, "learning_rate": rate, "tokens_per_second": speed})
-            if number % run.eval_every == 0 and not last:
-                assess(number, run.eval_batches)
-            if number % run.save_every == 0 or last:
+            if save:
                 save_weights(folder, eqx.combine(state.params, frozen))
             if last:
                 break
-            if 0 in (number % run.eval_every, number % run.save_every):
+            if evaluation:
+                assess(number, run.eval_batches)
+            if evaluation or save:
                 monitor.start_clock(number)
         if status == 0 and number == run.steps:
             bits = {"this model": assess(number, None)}

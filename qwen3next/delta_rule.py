@@ -122,17 +122,17 @@ def _chunked(
     inverse = unit_triangular_inverse(jnp.tril(beta[..., :, None] * kk * decay, -1))
     writes = inverse @ (beta[..., None] * v)
     reads = (inverse * (beta * from_start)[..., None, :]) @ k
-    attention = qk * decay
+    to_state = k * to_end[..., None]
 
-    def step(m: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, from_start, to_end, across, writes, reads, attention = xs
+    def step(m: Array, xs: tuple[Array, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        writes, reads, to_state, across = xs
         delta = writes - reads @ m
-        out = from_start[..., None] * (q @ m) + attention @ delta
-        m = across * m + jnp.einsum("...ck,...cv->...kv", k, to_end[..., None] * delta)
-        return m, out
+        return across * m + jnp.einsum("...ck,...cv->...kv", to_state, delta), (m, delta)
 
+    # The loop does no more than must be serial: each chunk's outputs follow from its first state and its deltas.
     grouped = state.reshape(batch, key_heads, repeats, *state.shape[2:])
-    m, out = jax.lax.scan(step, grouped, (q, k, from_start, to_end, across, writes, reads, attention))
+    m, (states, deltas) = jax.lax.scan(step, grouped, (writes, reads, to_state, across))
+    out = (q * from_start[..., None]) @ states + (qk * decay) @ deltas
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), -2, 2).reshape(batch, n * size, value_heads, value_dim)
     return out[:, :seq], m.reshape(state.shape)
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from qwen3next.config import Dtype, ModelConfig
 from qwen3next.errors import InputError, require
 from qwen3next.hf_config import read_config, read_json
-from qwen3next.model import Qwen3Next
+from qwen3next.model import Qwen3Next, abstract_model
+from qwen3next.tree import leaf_path
 
 _OUTSIDE = {"embed_tokens": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _MODULES = {"linear_attention": "linear_attn", "full_attention": "self_attn"}
@@ -36,16 +36,6 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     tensors: np.ndarray
-
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """A leaf's path as text, `decoder.cycles.modules.runs.0.modules.mixer.A_log`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def abstract_model(config: ModelConfig) -> Qwen3Next:
-    """The model's tree with shapes and dtypes in place of arrays: nothing is allocated, whatever the size."""
-    return eqx.filter_eval_shape(Qwen3Next, config, key=jax.random.key(0))
 
 
 def _in_layer(config: ModelConfig, index: int, path: str, expert: int | None) -> str:

@@ -77,3 +77,8 @@ class Qwen3Next(eqx.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head.weight
         with jax.named_scope("lm_head"):
             return jnp.einsum("...h,vh->...v", states, head.astype(states.dtype))
+
+
+def abstract_model(config: ModelConfig) -> Qwen3Next:
+    """The model's tree with shapes and dtypes in place of arrays: nothing is allocated, whatever the size."""
+    return eqx.filter_eval_shape(Qwen3Next, config, key=jax.random.key(0))

@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from qwen3next.config import OptimizerConfig
 from qwen3next.errors import require
-from qwen3next.hf import leaf_path
+from qwen3next.tree import leaf_path
 
 _NO_DECAY = ("norm.weight", "layernorm.weight", "bias", "A_log")
 

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, require
-from qwen3next.hf import abstract_model, leaf_path
-from qwen3next.model import Qwen3Next
+from qwen3next.model import Qwen3Next, abstract_model
+from qwen3next.tree import leaf_path
 
 CONFIG, METRICS, WEIGHTS, TOKENIZER = "config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"
 

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from qwen3next.config import TrainConfig
 
@@ -39,7 +39,7 @@ class JsonLines:
 class WandB:
     """A Weights & Biases run. `offline` writes to the run's folder, needs no key and asks nothing."""
 
-    def __init__(self, folder: Path, mode: str, config: dict[str, Any]):
+    def __init__(self, folder: Path, mode: Literal["offline", "online"], config: dict[str, Any]):
         import wandb
 
         settings = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
@@ -49,7 +49,7 @@ class WandB:
             dir=folder,
             mode=mode,
             config=config,
-            settings=settings,  # type: ignore[arg-type]
+            settings=settings,
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

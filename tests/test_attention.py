@@ -127,7 +127,7 @@ def _packed():
     return _layer(), jnp.asarray(_random(2, 12, CONFIG.hidden_size)), jnp.asarray(PACKED, jnp.int32)
 
 
-def test_documents_are_separate_and_count_from_their_own_start():
+def test_documents_are_separate():
     layer, x, ids = _packed()
     out, _ = _run(layer, x, ids)
     for row in range(2):
