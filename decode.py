@@ -5,6 +5,7 @@ python decode.py CHECKPOINT --prompt-ids 1,2,3 --prompt-ids 4,5 --max-new-tokens
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import NoReturn, TextIO, get_args
 import numpy as np
 
 from qwen3next.checkpoint import Checkpoint, load_checkpoint
-from qwen3next.config import Compute, Dtype
+from qwen3next.config import Dtype
 from qwen3next.errors import InputError, exit_on_input_error
 from qwen3next.generate import generate
 from qwen3next.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-ids", type=parse_ids, metavar="1,2,3", help="as ids; needs no tokenizer", **prompts)
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="at most (default 100)")
     parser.add_argument(
-        "--dtype", choices=get_args(Dtype), default=None, help="of the computation (default the model's)"
+        "--dtype", choices=get_args(Dtype), default=None, help="of the computation (default: the checkpoint's)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of {prompt_ids, tokens, text} and no more")
     return parser.parse_args(argv)
@@ -96,8 +97,8 @@ class Printer:
 
 def run(checkpoint: Checkpoint, prompts: list[list[int]], args: argparse.Namespace) -> list[list[int]]:
     """Decodes all prompts together, printing unless `--json`; the tokens of each."""
-    model, tokenizer, ends = checkpoint
-    compute = Compute(dtype=args.dtype or model.config.dtype)
+    model, tokenizer, ends, compute = checkpoint
+    compute = dataclasses.replace(compute, dtype=args.dtype or compute.dtype)
     printer = None if args.json else Printer(prompts, tokenizer, sys.stdout)
     made: list[list[int]] = [[] for _ in prompts]
     times = [time.perf_counter()]
@@ -114,12 +115,11 @@ def run(checkpoint: Checkpoint, prompts: list[list[int]], args: argparse.Namespa
         for row in range(len(prompts)):
             printer.push(row, -1)
         printer.show()
-    speed = ""
-    if len(times) > 3:  # the first token waits for the prefill's compilation, the second for the step's
-        tokens = sum(len(row[2:]) for row in made)
-        speed = f", from the third on {tokens / (times[-1] - times[2]):.1f} tokens/s"
-    total = sum(map(len, made))
-    print(f"{total} tokens, the first after {times[1] - times[0]:.2f} s{speed}", file=sys.stderr)
+    # The first token waits for the prefill's compilation and the second for the step's: they count if no others do.
+    warm = min(2, len(times) - 2)
+    tokens, seconds = sum(len(row[warm:]) for row in made), times[-1] - times[warm]
+    since = f"from token {warm + 1} on" if warm else "compilation included"
+    print(f"{tokens / seconds:.1f} tokens/s {since}; the first came after {times[1] - times[0]:.2f} s", file=sys.stderr)
     return made
 
 

@@ -5,7 +5,6 @@ python train.py configs/tiny.toml --run.folder runs/longer --run.steps 2000 --op
 python train.py configs/tiny.toml --help
 """
 
-import dataclasses
 import math
 import sys
 import time
@@ -24,15 +23,22 @@ from qwen3next.model import Qwen3Next
 from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule, trainable
 from qwen3next.report import active_parameters, count_flops, count_parameters
-from qwen3next.run_folder import METRICS, create_run, save_weights
+from qwen3next.run_folder import check_run_folder, create_run, save_weights
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
 from qwen3next.training import TrainState, make_train_step
 
 
 def main(config: TrainConfig) -> int:
-    """The run; its exit status."""
+    """The run; its exit status. Ctrl-C or SIGTERM ends it after the step that it meets."""
+    with StopRequest() as stop:
+        return train(config, stop)
+
+
+def train(config: TrainConfig, stop: StopRequest) -> int:
+    """Everything from text to weights."""
     run, data, started = config.run, config.data, time.perf_counter()
+    check_run_folder(config)
 
     # --- data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(data.tokenizer)
@@ -69,7 +75,7 @@ def main(config: TrainConfig) -> int:
 
     # --- loop ---------------------------------------------------------------------------------------------------------
     folder = create_run(config)
-    tracker, wandb = make_tracker(folder, METRICS, config, dataclasses.asdict(config))
+    tracker, wandb = make_tracker(folder, config)
     monitor = Monitor(run.steps, data.batch_size * data.sequence_length)
     sides = zip(("train on", "held out"), documents, (train_corpus, held_out), strict=True)
     for name, side, corpus in sides:
@@ -78,7 +84,7 @@ def main(config: TrainConfig) -> int:
     monitor.say(f"step: {data.batch_size} x {data.sequence_length} tokens, {flops / 1e9:.1f} GFLOP of matrix products")
     monitor.say(f"run: {run.steps} steps into {folder}; Weights & Biases: {wandb}")
 
-    def assess(number: int, limit: int | None) -> float:
+    def evaluate_and_sample(number: int, limit: int | None) -> float:
         model = eqx.combine(state.params, frozen)
         rows = eval_batches(held_out, data.batch_size, data.sequence_length)
         result = evaluate(model, held_out, rows, limit, config.compute)
@@ -90,8 +96,8 @@ def main(config: TrainConfig) -> int:
         monitor.say(text)
         return result["bits_per_byte"]
 
-    number, status, values = 0, 0, dict[str, float]()
-    with StopRequest() as stop, monitor:
+    number, values = 0, dict[str, float]()
+    with monitor:
         for number in range(1, run.steps + 1):
             state, metrics = step((frozen, jax.tree.map(jnp.asarray, next(batches))), state)
             if number == 1:
@@ -99,15 +105,12 @@ def main(config: TrainConfig) -> int:
                 monitor.say(f"first step after {time.perf_counter() - started:.1f} s")
                 monitor.start_clock(number)
             last = number == run.steps or stop.wanted
-            log, evaluation, save = (
-                last or number % every == 0 for every in (run.log_every, run.eval_every, run.save_every)
-            )
+            log, assess, save = (last or number % n == 0 for n in (run.log_every, run.eval_every, run.save_every))
             if log or save:
                 values = {name: float(value) for name, value in metrics.items()}
-                if not math.isfinite(values["loss"]):
-                    monitor.say(f"step {number}: the loss is {values['loss']}; stopped, weights saved before are kept")
-                    status = 1
-                    break
+                if not all(map(math.isfinite, values.values())):
+                    monitor.say(f"stopped at step {number}, which is not finite: {values}; nothing was saved since")
+                    return 1
             if log:
                 speed = monitor.step(number, values["loss"])
                 rate = float(jnp.asarray(learning_rate(number - 1)))
@@ -116,19 +119,19 @@ def main(config: TrainConfig) -> int:
                 save_weights(folder, eqx.combine(state.params, frozen))
             if last:
                 break
-            if evaluation:
-                assess(number, run.eval_batches)
-            if evaluation or save:
+            if assess:
+                evaluate_and_sample(number, run.eval_batches)
+            if assess or save:
                 monitor.start_clock(number)
-        if status == 0 and number == run.steps:
-            bits = {"this model": assess(number, None)}
+        if number == run.steps:
+            bits = {"this model": evaluate_and_sample(number, None)}
             bits |= compressed_bits_per_byte(b"".join(document.text for document in documents[1]))
             tracker.log(number, {f"held_out_bits_per_byte/{name}": value for name, value in bits.items()})
             monitor.say("held-out bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in bits.items()))
     tracker.close()
     monitor.say(f"ended after step {number} of {run.steps} and {time.perf_counter() - started:.0f} s; decode from it:")
     monitor.say(f"  python decode.py {folder} --prompt {run.sample_prompt!r}")
-    return status
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from qwen3next.config import Compute
 from qwen3next.errors import require
 from qwen3next.hf import load_pretrained
 from qwen3next.hf_config import read_end_of_text
@@ -12,11 +13,12 @@ from qwen3next.tokenizer import Tokenizer, load_tokenizer
 
 
 class Checkpoint(NamedTuple):
-    """A model, its tokenizer (`None` if the folder has none) and the ids that end a text."""
+    """A model, its tokenizer (`None` if the folder has none), the ids that end a text, and how the model computes."""
 
     model: Qwen3Next
     tokenizer: Tokenizer | None
     end_of_text: tuple[int, ...]
+    compute: Compute
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -25,9 +27,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if is_run(folder):
         config, model = load_run(folder)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        return Checkpoint(model, tokenizer, (tokenizer.end_of_text,))
+        return Checkpoint(model, tokenizer, (tokenizer.end_of_text,), config.compute)
     require((folder / "config.json").is_file(), f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
     ends = read_end_of_text(folder)
     model, path = load_pretrained(folder), folder / TOKENIZER
     tokenizer = load_tokenizer(str(path), ends[0] if ends else None) if path.is_file() else None
-    return Checkpoint(model, tokenizer, ends or ((tokenizer.end_of_text,) if tokenizer else ()))
+    ends = ends or ((tokenizer.end_of_text,) if tokenizer else ())
+    return Checkpoint(model, tokenizer, ends, Compute(dtype=model.config.dtype))

@@ -8,44 +8,27 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import cattrs
 import tomli_w
 import tyro
-from cattrs.errors import ForbiddenExtraKeysError
 
 from qwen3next.config import TrainConfig
-from qwen3next.errors import InputError
+from qwen3next.errors import InputError, require
+from qwen3next.structure import structure
 
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
-
-        def exactly(value: Any, _: type, kind: type = kind, accepted: tuple[type, ...] = accepted) -> Any:
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-                raise InputError(f"{value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
-            return kind(value)
-
-        converter.register_structure_hook(kind, exactly)
-    return converter
-
-
-def _describe(error: BaseException, _: Any) -> str:
-    if isinstance(error, ForbiddenExtraKeysError):
-        allowed = ", ".join(field.name for field in dataclasses.fields(error.cl))
-        return f"unknown key {', '.join(sorted(error.extra_fields))}; allowed: {allowed}"
-    if isinstance(error, KeyError):
-        return f"required key {error} is missing"
-    return str(error) or type(error).__name__
-
-
-def structure(values: dict[str, Any]) -> TrainConfig:
-    """`TrainConfig` of nested tables. `InputError` says which key is unknown, missing or of the wrong type."""
-    try:
-        return _converter().structure(values, TrainConfig)
-    except Exception as error:
-        messages = cattrs.transform_error(error, path="config", format_exception=_describe)
-        raise InputError("; ".join(message.replace(" @ config.", ", in ") for message in messages)) from error
+# A model's sizes are never taken from a default: these keys must stand in the file.
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "num_experts",
+)
 
 
 def load_config(path: Path) -> TrainConfig:
@@ -55,7 +38,11 @@ def load_config(path: Path) -> TrainConfig:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: not a readable TOML file ({error})") from error
     try:
-        return structure(values)
+        model = values.get("model")
+        if isinstance(model, dict):
+            missing = [f"model.{name}" for name in _REQUIRED if name not in model]
+            require(not missing, f"required keys are missing: {', '.join(missing)}")
+        return structure(values, TrainConfig)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 

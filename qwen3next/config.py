@@ -1,5 +1,6 @@
 """Every setting, as frozen dataclasses. Model fields have Hugging Face's names; a failed check shows the values."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -11,6 +12,8 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Dtype = Literal["float32", "bfloat16"]
 Placement = Literal["none", "block", "layer", "both"]
 Dispatch = Literal["auto", "dense", "blocks", "ragged"]
+
+IGNORED_LABEL = -100  # of a token whose next one is not predicted
 
 _SIZES = (
     "vocab_size",
@@ -74,7 +77,12 @@ class RopeParameters:
         for name in _ROPE_REQUIRED.get(self.rope_type, ()):
             require(getattr(self, name) is not None, f"rope_type {self.rope_type!r} needs rope_parameters.{name}")
         if self.factor is not None:
-            require(self.factor >= 1, f"rope_parameters.factor is {self.factor}; it must be at least 1")
+            require(1 <= self.factor < math.inf, f"rope_parameters.factor is {self.factor}; it must be at least 1")
+        if self.original_max_position_embeddings is not None:
+            original = self.original_max_position_embeddings
+            require(original > 1, f"rope_parameters.original_max_position_embeddings is {original}; it must be above 1")
+        if self.rope_type == "yarn":
+            require(self.rope_theta > 1, f"rope_parameters.rope_theta is {self.rope_theta}; yarn needs more than 1")
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,8 @@ class ModelConfig:
             f"head_dim {self.head_dim} x partial_rotary_factor {rope.partial_rotary_factor} rotates {self.rotary_dim} "
             f"dimensions; it must be at least 1 and, rounded up to even, at most head_dim",
         )
+        if rope.rope_type == "dynamic":
+            require(self.rotary_dim > 2, f"dynamic rope rotates {self.rotary_dim} dimensions; it needs above 2")
         for name in ("short_factor", "long_factor"):
             factors = getattr(rope, name)
             if rope.rope_type == "longrope":
@@ -280,11 +290,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_positive("optimizer", learning_rate=self.learning_rate, epsilon=self.epsilon, clip_norm=self.clip_norm)
-        for name in ("beta1", "beta2", "final_fraction"):
+        for name, limit in (("beta1", 1), ("beta2", 1), ("final_fraction", math.inf)):
             value = getattr(self, name)
-            require(0 <= value <= 1, f"optimizer.{name} is {value}; it must lie between 0 and 1")
+            require(0 <= value < limit, f"optimizer.{name} is {value}; it must be at least 0 and below {limit}")
         for name in ("warmup_steps", "weight_decay"):
-            require(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"optimizer.{name} is {value}; it must be at least 0 and finite")
 
 
 @dataclass(frozen=True)

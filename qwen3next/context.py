@@ -17,6 +17,7 @@ class Packing(eqx.Module):
     """Rows that hold padding or several documents.
 
     `age`: tokens of the same document before this one. `first`, `last`: a row's real tokens lie in [first, last).
+    `length`: tokens of the row's last document so far, those of earlier calls among them.
     """
 
     real: Bool[Array, "batch seq"]
@@ -24,6 +25,7 @@ class Packing(eqx.Module):
     documents: Int[Array, "batch seq"]
     first: Int[Array, " batch"]
     last: Int[Array, " batch"]
+    length: Int[Array, " batch"]
 
     @property
     def resets(self) -> Bool[Array, "batch seq"]:
@@ -83,16 +85,18 @@ def _pack(segment_ids: Int[Array, "batch seq"], start: _Position) -> tuple[Packi
     seen = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     at_begin = jax.lax.cummax(jnp.where(begins, seen - 1, -start.count[:, None]), axis=1)
     document = start.document[:, None] + jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    length = seen[:, -1] - at_begin[:, -1]
     packing = Packing(
         real=real,
         age=jnp.where(real, seen - 1 - at_begin, 0),
         documents=jnp.where(real, document, 0),
         first=jnp.argmax(real, axis=1).astype(jnp.int32),
         last=latest[:, -1] + 1,
+        length=length,
     )
     final = jnp.take_along_axis(segment_ids, jnp.maximum(latest[:, -1:], 0), axis=1)[:, 0]
     segment = jnp.where(latest[:, -1] < 0, start.segment, final)
-    return packing, _Position(segment, document[:, -1], seen[:, -1] - at_begin[:, -1])
+    return packing, _Position(segment, document[:, -1], length)
 
 
 def locate(

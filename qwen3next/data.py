@@ -18,11 +18,9 @@ import grain
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from qwen3next.config import DataConfig
+from qwen3next.config import IGNORED_LABEL, DataConfig
 from qwen3next.errors import InputError
 from qwen3next.tokenizer import Tokenizer
-
-IGNORED_LABEL = -100
 
 # Keys: `input_ids`; `labels` (the next token, or `IGNORED_LABEL`); `segment_ids` (1, 2, .. by document, 0 for padding).
 Row = dict[str, Int32[np.ndarray, " seq"]]

@@ -9,7 +9,8 @@ The chunked form solves a chunk's d_t at once. With D_ij = exp(g_{j+1} + ... + g
     T = (I + A)^{-1},  A_ij = beta_i (k_i.k_j) D_ij for j < i
     d = T (beta v) - T (beta e^G k) M,    o = e^G q M + (q k^T * D) d,    M <- e^{G_last} M + (e^{G_last - G} k)^T d
 
-where G_i sums the chunk's g up to i. Everything is float32. Queries and keys stay at their own head count.
+where G_i sums the chunk's g up to i. Every array is float32; the inverse's products are so on every backend, the others
+in the backend's own precision for float32. Queries and keys stay at their own head count.
 """
 
 from functools import partial
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 _BASE = 8  # below this size the inverse doubles under a mask: tiny products cost more than they compute
-_STRONGEST = -200.0  # e^-200 is 0 in float32
+_STRONGEST = -104.0  # e^-104 is 0 in float32
 
 
 def _inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
@@ -72,18 +73,21 @@ def _decay(
     """D, and e^G. Between two documents of a chunk both are 0, as from the state before it into a later document.
 
     A difference of two cumulative sums would lose the small terms next to the large ones. So g is split into a
-    multiple of 2^-10, whose sums are exact in float32, and a remainder whose sums are small; the remainder carries
-    the derivative.
+    multiple of a power of two, large enough for a chunk's sums to be exact in float32, and a remainder whose sums are
+    small; the remainder carries the derivative.
     """
-    g = jnp.maximum(g, _STRONGEST)
-    coarse = jax.lax.stop_gradient(jnp.round(g * 1024) / 1024)
-    coarse_sum, fine_sum = jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)
     size = g.shape[-1]
+    g, quantum = jnp.maximum(g, _STRONGEST), size / 2**17  # 104 * size is below 2^24 of them
+    coarse = jax.lax.stop_gradient(jnp.round(g / quantum) * quantum)
+    coarse_sum, fine = jnp.cumsum(coarse, axis=-1), g - coarse
     visible = jnp.tril(jnp.ones((size, size), bool))
-    from_start = coarse_sum + fine_sum
-    if documents is not None:
+    if documents is None:
+        fine_sum = jnp.cumsum(fine, axis=-1)
+        from_start = coarse_sum + fine_sum
+    else:  # summed by document: the derivative of a sum over the chunk would leave rounding noise in the others
         visible = visible & (documents[..., :, None] == documents[..., None, :])
-        from_start = jnp.where(documents == 0, from_start, -jnp.inf)
+        fine_sum = jnp.sum(jnp.where(visible, fine[..., None, :], 0), axis=-1)
+        from_start = jnp.where(documents == 0, coarse_sum + fine_sum, -jnp.inf)
     between = (coarse_sum[..., :, None] - coarse_sum[..., None, :]) + (fine_sum[..., :, None] - fine_sum[..., None, :])
     return jnp.exp(jnp.where(visible, between, -jnp.inf)), jnp.exp(from_start)
 
@@ -174,6 +178,8 @@ def gated_delta_rule(
     `g = beta = 0` makes a token inert. Where `resets` is true the state is emptied before the token.
     `chunk_size` is a power of two; a single token takes the one-step form.
     """
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two")
     if q.shape[1] == 1:
         reset = None if resets is None else resets[:, 0]
         out, state = _step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state, reset)

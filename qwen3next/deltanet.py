@@ -17,25 +17,31 @@ from qwen3next.norms import GatedRMSNorm, l2_norm
 def short_convolution(
     x: Float[Array, "batch seq channels"],
     weight: Float[Array, "channels 1 kernel"],
-    window: Float[Array, "batch window channels"],
+    window: Float[Array, "batch window channels"] | None,
     packing: Packing | None,
-) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch window channels"]]:
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch window channels"] | None]:
     """Causal convolution of each channel with itself, and the window for the next call.
 
-    `y_t = sum_j w[j] x_{t-K+1+j}`; before the call stands the window, before a document nothing. Written as K
-    shifted products: XLA's grouped convolution has a slow weight gradient on CPU.
+    `y_t = sum_j w[j] x_{t-K+1+j}`; before the call stands the window, if any, and before a document nothing. Written
+    as K shifted products: XLA's grouped convolution has a slow weight gradient on CPU.
     Tokens of a row must be contiguous up to padding on either side of a document.
     """
     taps, seq = weight.shape[-1], x.shape[1]
     kernel = weight[:, 0, :].T.astype(x.dtype)
-    if packing is None:
+    if packing is not None:
+        x = jnp.where(packing.real[..., None], x, 0)
+    history, after = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), None
+    if window is not None and packing is None:
         history = jnp.concatenate([window, x], axis=1)
         after = history[:, seq:]
-    else:  # the window goes right before the row's first real token, and is taken right before its end
-        history = jnp.pad(jnp.where(packing.real[..., None], x, 0), ((0, 0), (taps - 1, 0), (0, 0)))
+    elif window is not None and packing is not None:
+        # The window goes right before a row's first real token, and is taken right before its end: what of it belongs
+        # to the last document.
         insert = jax.vmap(lambda h, w, at: jax.lax.dynamic_update_slice(h, w, (at, 0)))
+        take = jax.vmap(lambda h, at: jax.lax.dynamic_slice(h, (at, 0), window.shape[1:]))
         history = insert(history, window, packing.first)
-        after = jax.vmap(lambda h, at: jax.lax.dynamic_slice(h, (at, 0), window.shape[1:]))(history, packing.last)
+        held = jnp.arange(taps - 1, 0, -1) <= packing.length[:, None]
+        after = jnp.where(held[..., None], take(history, packing.last), 0)
     y = history[:, taps - 1 :] * kernel[taps - 1]
     for back in range(1, taps):
         past = history[:, taps - 1 - back : taps - 1 - back + seq]
@@ -95,11 +101,7 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         with jax.named_scope("projections"):
             inputs, z, b, a = self._project(x)
         with jax.named_scope("convolution"):
-            if cache is None:
-                window = jnp.zeros((batch, c.linear_conv_kernel_dim - 1, c.conv_dim), x.dtype)
-            else:
-                window = cache.conv
-            mixed, window = short_convolution(inputs, self.conv1d, window, packing)
+            mixed, window = short_convolution(inputs, self.conv1d, None if cache is None else cache.conv, packing)
             q, k, v = jnp.split(jax.nn.silu(mixed), (c.key_dim, 2 * c.key_dim), axis=-1)
         with jax.named_scope("delta_rule"):
             heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
@@ -119,4 +121,6 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
             resets = None if packing is None else packing.resets
             out, state = gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=context.compute.chunk_size)
         out = self.norm(out.astype(x.dtype), z)
-        return self.out_proj(out.reshape(batch, seq, -1)), None if cache is None else DeltaNetCache(window, state)
+        if cache is not None and window is not None:
+            cache = DeltaNetCache(window, state)
+        return self.out_proj(out.reshape(batch, seq, -1)), cache

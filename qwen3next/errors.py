@@ -1,5 +1,6 @@
 """The one exception that means "the input is wrong", as opposed to a fault of ours."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_positive(section: str, **values: int | float) -> None:
-    """Raises `InputError` for the first value that is not above zero."""
+    """Raises `InputError` for the first value that is not above zero and finite."""
     for name, value in values.items():
-        require(value > 0, f"{section}.{name} is {value}; it must be above 0")
+        require(0 < value < math.inf, f"{section}.{name} is {value}; it must be above 0 and finite")
 
 
 def require_choice(name: str, value: str, allowed: object) -> None:

@@ -12,22 +12,35 @@ _LARGEST_BLOCK = 128
 
 
 @jax.custom_vjp
-def _permute(
-    x: Float[Array, "rows hidden"], source: Int[Array, " places"], place: Int[Array, " rows"]
+def _send(
+    x: Float[Array, "tokens hidden"], source: Int[Array, " places"], place: Int[Array, "tokens top_k"]
 ) -> Float[Array, "places hidden"]:
-    """`x[source]`, and 0 where `source` is past the end. `place` is the inverse, so the gradient is a gather too."""
-    return x.at[source].get(mode="fill", fill_value=0)
+    """Each place its assignment's token, 0 where `source` is past the last assignment; `place` is the inverse.
+
+    Knowing both directions makes the gradient a gather too: scattered additions are slow.
+    """
+    return x.at[source // place.shape[1]].get(mode="fill", fill_value=0)
 
 
-def _permute_forward(x: Array, source: Array, place: Array) -> tuple[Array, Array]:
-    return _permute(x, source, place), place
+@jax.custom_vjp
+def _collect(
+    y: Float[Array, "places hidden"], source: Int[Array, " places"], place: Int[Array, "tokens top_k"]
+) -> Float[Array, "tokens top_k hidden"]:
+    """Each assignment what its place holds: the way back."""
+    return y[place]
 
 
-def _permute_backward(place: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return cotangent.at[place].get(mode="fill", fill_value=0), None, None
+def _send_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
+    return jnp.sum(_collect(cotangent, *indices), axis=1), None, None
 
 
-_permute.defvjp(_permute_forward, _permute_backward)
+def _collect_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
+    flat = cotangent.reshape(-1, cotangent.shape[-1])
+    return flat.at[indices[0]].get(mode="fill", fill_value=0), None, None
+
+
+_send.defvjp(lambda x, source, place: (_send(x, source, place), (source, place)), _send_backward)
+_collect.defvjp(lambda y, source, place: (_collect(y, source, place), (source, place)), _collect_backward)
 
 
 def _block_size(assignments: int, experts: int) -> int:
@@ -62,13 +75,13 @@ class Experts(eqx.Module):
     def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, and a grouped product over them."""
         gate, up, down = (jnp.swapaxes(w.astype(x.dtype), 1, 2) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        place = jnp.argsort(order)
+        source = jnp.argsort(chosen.reshape(-1), stable=True)
+        place = jnp.argsort(source).reshape(chosen.shape)
         sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-        rows = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, place)
+        rows = _send(x, source, place)
         inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-        out = _permute(jax.lax.ragged_dot(inner, down, sizes), place, order)
-        return jnp.einsum("tk,tkh->th", weights, out.reshape(*chosen.shape, -1))
+        out = jax.lax.ragged_dot(inner, down, sizes)
+        return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, each expert's filled up to whole blocks, and one batched product of blocks."""
@@ -86,10 +99,11 @@ class Experts(eqx.Module):
         source = empty.at[place].set(jnp.arange(assignments, dtype=jnp.int32), unique_indices=True)
         owner = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
         gate, up, down = (w[owner].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        rows = _permute(jnp.repeat(x, chosen.shape[1], axis=0), source, place).reshape(blocks, size, -1)
+        place = place.reshape(chosen.shape)
+        rows = _send(x, source, place).reshape(blocks, size, -1)
         inner = jax.nn.silu(jnp.einsum("nbh,nih->nbi", rows, gate)) * jnp.einsum("nbh,nih->nbi", rows, up)
         out = jnp.einsum("nbi,nhi->nbh", inner, down).reshape(blocks * size, -1)
-        return jnp.einsum("tk,tkh->th", weights, _permute(out, place, source).reshape(*chosen.shape, -1))
+        return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def __call__(
         self,

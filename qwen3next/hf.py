@@ -78,14 +78,18 @@ class _Tensors:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise InputError(f"{index}: must hold a 'weight_map' from tensor to file")
-            self.files = {name: folder / file for name, file in weight_map.items()}
+            self.files = {name: folder / str(file) for name, file in weight_map.items()}
             held = {file: set(self._handle(file).keys()) for file in set(self.files.values())}
             for name, file in self.files.items():
                 require(name in held[file], f"{file} lacks tensor {name}, which {index} says it holds")
+            for file, names in held.items():
+                for name in sorted(names - set(self.files)):
+                    raise InputError(f"{file} holds tensor {name}, which {index} does not list")
         else:
             require(single.is_file(), f"{folder} holds no checkpoint; needed: model.safetensors or {index.name}")
             self.files = dict.fromkeys(self._handle(single).keys(), single)
         self.unread = set(self.files)
+        self.alias: dict[str, str] = {}
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -97,6 +101,7 @@ class _Tensors:
 
     def read(self, name: str, shape: tuple[int, ...], rows: tuple[Any, ...] = ()) -> np.ndarray:
         """Tensor `name`, or `tensor[rows]`, of which `shape` is required."""
+        name = self.alias.get(name, name)
         self.unread.discard(name)
         handle = self._handle(self.files[name])
         tensor = handle.get_slice(name)[rows] if rows else handle.get_tensor(name)
@@ -133,7 +138,7 @@ def _resolve_tie(config: ModelConfig, tensors: _Tensors) -> ModelConfig:
     if not config.tie_word_embeddings or head not in tensors.files:
         return config
     if embed not in tensors.files:
-        tensors.files[embed] = tensors.files[head]
+        tensors.files[embed], tensors.alias[embed] = tensors.files[head], head
         return config
     shape = (config.vocab_size, config.hidden_size)
     if np.array_equal(tensors.read(embed, shape), tensors.read(head, shape)):

@@ -7,41 +7,37 @@ from typing import Any
 
 from qwen3next.config import ModelConfig, RopeParameters
 from qwen3next.errors import InputError, require
+from qwen3next.structure import structure
 
-_TUPLES = ("layer_types", "mlp_only_layers", "short_factor", "long_factor")
 
-
-def _fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The entries that the dataclass knows and that are not null, lists as tuples."""
+def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The entries that the dataclass has a field for and that are not null."""
     names = {field.name for field in dataclasses.fields(cls)}
-    present = {name: value for name, value in values.items() if name in names and value is not None}
-    return {name: tuple(value) if name in _TUPLES else value for name, value in present.items()}
+    return {name: value for name, value in values.items() if name in names and value is not None}
 
 
-def _rope(values: dict[str, Any]) -> RopeParameters:
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """A non-empty `rope_scaling` (v4) replaces `rope_parameters` (v5); top-level keys fill what is missing in it."""
-    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    require(isinstance(given, dict), f"rope_scaling or rope_parameters is {given!r}; it must be an object or null")
+    rope = {"rope_type": given.get("type", "default")} | _known(RopeParameters, given)
     for name in ("rope_theta", "partial_rotary_factor"):
-        if rope.get(name) is None and values.get(name) is not None:
+        if name not in rope and values.get(name) is not None:
             rope[name] = values[name]
-    return RopeParameters(**_fields(RopeParameters, rope))
+    return rope
 
 
 def model_config(values: dict[str, Any]) -> ModelConfig:
     """`ModelConfig` of a parsed config.json. Keys without a meaning for the model are passed over.
 
-    Raises `InputError` for another `model_type`, an unknown dtype or rope type, or sizes that do not fit.
+    Raises `InputError` for another `model_type`, a wrong type, an unknown dtype or rope type, or sizes that do not fit.
     """
     kind = values.get("model_type", "qwen3_next")
     require(kind == "qwen3_next", f"model_type is {kind!r}; allowed: 'qwen3_next'")
     dropout = values.get("attention_dropout") or 0
     require(dropout == 0, f"attention_dropout is {dropout}; only 0 is implemented")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    try:
-        config = ModelConfig(**{**_fields(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype})
-    except TypeError as error:
-        raise InputError(f"config.json holds a value of the wrong type: {error}") from error
+    config = structure({**_known(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype}, ModelConfig)
     kinds = tuple(kind.mixer for kind in config.layer_kinds)  # spelled out, so that both spellings read alike
     return dataclasses.replace(config, layer_types=kinds, full_attention_interval=4)
 
@@ -71,5 +67,8 @@ def read_end_of_text(folder: Path) -> tuple[int, ...]:
         if (folder / name).is_file():
             found = read_json(folder / name).get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+                ends = tuple(found) if isinstance(found, list) else (found,)
+                whole = all(type(end) is int for end in ends)
+                require(whole, f"{folder / name}: eos_token_id is {found!r}; it must be an integer or a list of them")
+                return ends
     return ()

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from qwen3next.config import IGNORED_LABEL
 from qwen3next.moe import RouterStats
-
-IGNORE = -100
 
 
 def cross_entropy_sum(
@@ -19,7 +18,7 @@ def cross_entropy_sum(
     `labels[t]` is what `logits[t]` predicts: the shift has been made by whoever made the labels.
     """
     logits = logits.astype(jnp.float32)
-    counted = labels != IGNORE
+    counted = labels != IGNORED_LABEL
     picked = jnp.take_along_axis(logits, jnp.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - picked
     return jnp.sum(jnp.where(counted, nats, 0)), jnp.sum(counted, dtype=jnp.float32)

@@ -32,10 +32,14 @@ def _jaxpr_flops(jaxpr: Jaxpr) -> int:
 
 
 def _product_flops(equation: Any) -> int:
-    numbers = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
-    contracting = getattr(numbers, "dot_dimension_numbers", numbers)[0][0]
-    left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return 2 * math.prod(out) * math.prod(left[axis] for axis in contracting)
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    out = equation.outvars[0].aval.shape
+    if equation.primitive.name == "dot_general":
+        contracting = equation.params["dimension_numbers"][0][0]
+        return 2 * math.prod(out) * math.prod(left[axis] for axis in contracting)
+    # Each row meets one group's matrix [k, n], also where rows are contracted and every group gets a matrix.
+    rows, k = left
+    return 2 * rows * k * (right[-1] if len(right) == 3 else out[-1])
 
 
 def count_flops(function: Callable[..., Any], *args: PyTree) -> int:

@@ -26,7 +26,7 @@ def _yarn(config: ModelConfig) -> tuple[Array, float]:
     def correction(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
-    low, high = correction(rope.beta_fast or 32), correction(rope.beta_slow or 1)
+    low, high = correction(rope.beta_fast or 32.0), correction(rope.beta_slow or 1.0)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -40,7 +40,7 @@ def _yarn(config: ModelConfig) -> tuple[Array, float]:
     scaling = rope.attention_factor
     if scaling is None and rope.mscale and rope.mscale_all_dim:
         scaling = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return ramp / (factor * powers) + (1 - ramp) / powers, magnitude(1) if scaling is None else scaling
+    return ramp / (factor * powers) + (1 - ramp) / powers, magnitude(1.0) if scaling is None else scaling
 
 
 def _longrope(config: ModelConfig, length: Int[Array, " batch"]) -> tuple[Array, float]:

@@ -5,7 +5,6 @@ It needs nothing from outside: the config names the tokenizer's copy. Weights ar
 
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 
 import equinox as eqx
@@ -24,23 +23,30 @@ from qwen3next.tree import leaf_path
 CONFIG, METRICS, WEIGHTS, TOKENIZER = "config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"
 
 
-def create_run(config: TrainConfig) -> Path:
-    """The run's folder, with its config and tokenizer. A folder that holds a run is refused unless `run.overwrite`."""
+def check_run_folder(config: TrainConfig) -> None:
+    """Raises `InputError` if the run's folder is a file, or holds a run or part of one and may not be replaced."""
     folder = Path(config.run.folder)
     require(not folder.exists() or folder.is_dir(), f"run.folder {folder} is a file; it must be a folder or a new name")
-    holds_run = any((folder / name).exists() for name in (CONFIG, METRICS, WEIGHTS))
+    held = [name for name in (CONFIG, METRICS, WEIGHTS, TOKENIZER) if (folder / name).exists()]
     require(
-        not holds_run or config.run.overwrite,
-        f"run.folder {folder} already holds a run; allowed: another folder, or --run.overwrite to replace it",
+        not held or config.run.overwrite,
+        f"run.folder {folder} already holds a run ({', '.join(held)}); allowed: another folder, or --run.overwrite",
     )
+
+
+def create_run(config: TrainConfig) -> Path:
+    """The run's folder, with its config and tokenizer. What it held of a run is removed once all is at hand."""
+    check_run_folder(config)
+    folder, kept, tokenizer = Path(config.run.folder), config, None
     try:
+        if config.data.tokenizer != "bytes":
+            tokenizer = Path(config.data.tokenizer).read_bytes()
+            kept = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, WEIGHTS, TOKENIZER):
             (folder / name).unlink(missing_ok=True)
-        kept = config
-        if config.data.tokenizer != "bytes":
-            shutil.copyfile(config.data.tokenizer, folder / TOKENIZER)
-            kept = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
+        if tokenizer is not None:
+            (folder / TOKENIZER).write_bytes(tokenizer)
         (folder / CONFIG).write_text(dump_config(kept), encoding="utf-8")
     except OSError as error:
         raise InputError(f"run.folder {folder} cannot be written ({error})") from error

@@ -1,12 +1,16 @@
 """Where a run's metrics go: JSON lines always, Weights & Biases besides."""
 
+import dataclasses
 import importlib.util
 import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from qwen3next.config import TrainConfig
+from qwen3next.run_folder import METRICS
 
 
 @runtime_checkable
@@ -59,30 +63,39 @@ class WandB:
         self._run.finish()
 
 
-class Several:
-    """Passes everything on to each of its trackers."""
+class WithOptional:
+    """A tracker that must work and one that may fail: after its first failure, told once, it is left alone."""
 
-    def __init__(self, trackers: list[Tracker]):
-        self._trackers = trackers
+    def __init__(self, needed: Tracker, optional: Tracker):
+        self._needed, self._optional = needed, optional
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._needed.log(step, metrics)
+        self._attempt(lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        self._needed.close()
+        self._attempt(lambda tracker: tracker.close())
+
+    def _attempt(self, action: Callable[[Tracker], None]) -> None:
+        if self._optional is None:
+            return
+        try:
+            action(self._optional)
+        except Exception as error:
+            print(f"{type(self._optional).__name__} failed and is left alone: {error}", file=sys.stderr)
+            self._optional = None
 
 
-def make_tracker(folder: Path, metrics: str, config: TrainConfig, as_dict: dict[str, Any]) -> tuple[Tracker, str]:
+def make_tracker(folder: Path, config: TrainConfig) -> tuple[Tracker, str]:
     """The run's tracker, and a word on what became of Weights & Biases. Whatever fails there stops nothing."""
-    lines = JsonLines(folder / metrics)
+    lines = JsonLines(folder / METRICS)
     mode = config.run.wandb
     if mode == "off":
         return lines, "off"
     if importlib.util.find_spec("wandb") is None:
         return lines, "not installed"
     try:
-        return Several([lines, WandB(folder, mode, as_dict)]), mode
+        return WithOptional(lines, WandB(folder, mode, dataclasses.asdict(config))), mode
     except Exception as error:  # a broken service must not cost the run
         return lines, f"failed to start: {error}"

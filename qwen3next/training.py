@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from qwen3next.config import Compute, TrainConfig
-from qwen3next.loss import IGNORE, balance_loss, cross_entropy_sum
+from qwen3next.config import IGNORED_LABEL, Compute, TrainConfig
+from qwen3next.loss import balance_loss, cross_entropy_sum
 from qwen3next.model import Qwen3Next
 
 Batch = dict[str, Int[Array, "rows seq"]]
@@ -38,7 +38,7 @@ def gradients(
     params: PyTree, frozen: PyTree, batch: Batch, microbatches: int, compute: Compute
 ) -> tuple[PyTree, Metrics]:
     """Gradients of the mean over all real tokens of the batch, taken in `microbatches` parts one after another."""
-    total = jnp.maximum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32), 1)
+    total = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, dtype=jnp.float32), 1)
 
     def part(batch: Batch) -> tuple[PyTree, Metrics]:
         return jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute)
@@ -63,8 +63,8 @@ def make_train_step(
     def train_step(inputs: tuple[PyTree, Batch], state: TrainState) -> tuple[TrainState, Metrics]:
         frozen, batch = inputs
         grads, metrics = gradients(state.params, frozen, batch, config.run.accumulate, config.compute)
-        metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it
+            metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
             updates, optimizer = transform.update(grads, state.optimizer, state.params)
             return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
 

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+from jax.core import Tracer
 
 from qwen3next.cache import Cache, LayerCache
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.context import Context, locate
-from qwen3next.hf import abstract_model, leaf_path
 from qwen3next.layer import Layer
-from qwen3next.model import Qwen3Next
+from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.moe import MoE, RouterStats
+from qwen3next.tree import leaf_path
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ class Unrolled(NamedTuple):
 
 def layers_of(model: Qwen3Next) -> list[Layer]:
     """The decoder's layers; cut out by NumPy where there is no tracing, since every slice would be compiled."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(model)):
         return model.decoder.layers()
     return [jax.tree.map(jnp.asarray, layer) for layer in jax.tree.map(np.asarray, model.decoder).layers()]
 

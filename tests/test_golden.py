@@ -176,7 +176,7 @@ def test_small_gradients(case, trained):
 
 
 @eqx.filter_jit
-def _call(model: Qwen3Next, ids: jax.Array, cache: Cache) -> tuple[jax.Array, Cache | None]:
+def _call(model: Qwen3Next, ids: jax.Array, cache: Cache) -> tuple[jax.Array, Any]:
     hidden = model.hidden(ids, cache=cache)
     return model.logits(hidden.states[:, -1]), hidden.cache
 
@@ -229,6 +229,7 @@ def test_a_prompt_of_two_tokens_in_one_call(case):
 def test_padded_rows_equal_the_rows_alone(case):
     """States, logits and continuation of each row by itself, as transformers computed them without any padding."""
     forward = _prefill(case)
+    assert forward.cache is not None
     width, rows = case.real.shape[1], []
     for row, seq in enumerate(case.real.sum(axis=1)):
         prefix = f"row.{row}."

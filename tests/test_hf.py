@@ -18,9 +18,11 @@ from safetensors.numpy import load_file, save_file
 
 from qwen3next.config import ModelConfig, RopeParameters
 from qwen3next.errors import InputError
-from qwen3next.hf import abstract_model, load_pretrained, table
+from qwen3next.hf import load_pretrained, table
 from qwen3next.hf_config import model_config, read_config, read_end_of_text
+from qwen3next.model import abstract_model
 from qwen3next.rotary import frequencies
+from qwen3next.tree import leaf_path
 
 DATA = Path(__file__).parent / "data"
 PLAIN = DATA / "golden_extra" / "w_longrope_dynamic"  # the smallest: two layers
@@ -322,7 +324,8 @@ def _check(model: Any, tensors: dict[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(outside[name], tensor, err_msg=name)
             continue
         index, *path = name.split(".")[2:]
-        node, expert = layers[int(index)], None
+        node: Any = layers[int(index)]
+        expert = None
         for part in path:
             if part.isdigit():
                 expert = int(part)
@@ -367,10 +370,9 @@ def test_dtypes(tmp_path, stored, wanted):
     for name, tensor in tensors.items():
         tensors[name] = tensor.astype(np.float32 if name.endswith(("A_log", "dt_bias")) else dtype)
     _check(model, tensors)
-    decay = [layer.mixer.A_log.dtype for layer in layers_of(model) if hasattr(layer.mixer, "A_log")]
-    assert decay == [np.float32]
     assert model.config.dtype == dtype.name
-    assert model.embed_tokens.dtype == layers_of(model)[0].mlp.experts.up_proj.dtype == dtype
+    for path, leaf in jax.tree.leaves_with_path(model):
+        assert leaf.dtype == (jnp.float32 if leaf_path(path).endswith(("A_log", "dt_bias")) else dtype)
 
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -486,13 +488,32 @@ def test_an_index_that_promises_too_much_is_named(tmp_path):
     _one_line(error, index, "model.layers.9.x", "model-00001-of-00003.safetensors")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 3}}'])
-def test_an_index_that_is_none_is_named(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        *((content, "model.safetensors.index.json") for content in ("{", "[]", "{}", '{"weight_map": []}')),
+        ('{"weight_map": {"x": 3}}', "3"),
+        ('{"weight_map": {"x": "config.json"}}', "config.json"),
+        ('{"weight_map": {}}', EMBED),
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path, content, named):
     folder = _damaged(tmp_path, lambda tensors: None, shards=2)
     (folder / "model.safetensors.index.json").write_text(content)
     with as_users_run(), pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, folder / "model.safetensors.index.json")
+    _one_line(error, named)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_named(tmp_path):
+    folder = _damaged(tmp_path, lambda tensors: None, shards=3)
+    index = folder / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    del held["weight_map"][KEY]
+    index.write_text(json.dumps(held))
+    with pytest.raises(InputError) as error:
+        load_pretrained(folder)
+    _one_line(error, index, KEY)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import equinox as eqx
@@ -14,16 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tomli_w
 from common import tiny_config, tiny_model
 
 import decode
 import train
-from qwen3next.cli import dump_config, load_config, structure
+from qwen3next.cli import dump_config, load_config
 from qwen3next.config import Compute, DataConfig, OptimizerConfig, Remat, RunConfig, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.hf import leaf_path
 from qwen3next.optim import decayed, optimizer, schedule, trainable
 from qwen3next.run_folder import load_run
+from qwen3next.structure import structure
 from qwen3next.training import TrainState, gradients, make_train_step
 
 ROOT = Path(__file__).parent.parent
@@ -152,13 +155,21 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path):
     load_run(folder)
 
 
+def merge(table: dict, changes: dict) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            merge(table.setdefault(key, {}), value)
+        else:
+            table[key] = value
+
+
 BAD_CONFIGS = {
     "model.hidden_sizes = 3": "unknown key hidden_sizes; allowed: vocab_size, hidden_size",
     "data.batch_size = 2.5": "2.5 is not an int",
     "run.folder = 3": "3 is not a str",
     "model.layer_types = ['full_attention']": "layer_types has 1 entries; num_hidden_layers is 4",
     "model.num_key_value_heads = 3": "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3",
-    "compute.remat.placement = 'everywhere'": "everywhere not in literal",
+    "compute.remat.placement = 'everywhere'": "'everywhere' is not known; allowed: 'none', 'block'",
     "typo.x = 1": "unknown key typo; allowed: model, data, optimizer, compute, run",
 }
 
@@ -166,16 +177,27 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize("line", BAD_CONFIGS)
 def test_a_bad_config_is_one_line_that_names_the_key(tmp_path, line):
     path = tmp_path / "config.toml"
-    path.write_text(f"model.num_hidden_layers = 4\nmodel.num_attention_heads = 4\n{line}\n")
+    path.write_text(dump_config(make_config(tmp_path)))
+    values = tomllib.loads(path.read_text())
+    for section, section_values in tomllib.loads(line).items():
+        merge(values.setdefault(section, {}), section_values)
+    path.write_text(tomli_w.dumps(values))
     with pytest.raises(InputError) as caught:
         load_config(path)
     assert BAD_CONFIGS[line] in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_sizes_of_the_model_have_no_default(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\nvocab_size = 257\n")
+    with pytest.raises(InputError, match=r"required keys are missing: model.hidden_size, model.num_hidden_layers"):
+        load_config(path)
+
+
 def test_a_config_without_a_model_is_refused():
-    with pytest.raises(InputError, match="model"):
-        structure({"run": {"steps": 3}})
+    with pytest.raises(InputError, match="required key 'model' is missing"):
+        structure({"run": {"steps": 3}}, TrainConfig)
 
 
 @pytest.mark.parametrize(
