@@ -290,12 +290,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_positive("optimizer", learning_rate=self.learning_rate, epsilon=self.epsilon, clip_norm=self.clip_norm)
-        for name, limit in (("beta1", 1), ("beta2", 1), ("final_fraction", math.inf)):
+        for name in ("beta1", "beta2", "final_fraction"):
             value = getattr(self, name)
-            require(0 <= value < limit, f"optimizer.{name} is {value}; it must be at least 0 and below {limit}")
+            below = value <= 1 if name == "final_fraction" else value < 1
+            require(value >= 0 and below, f"optimizer.{name} is {value}; it must lie between 0 and 1")
         for name in ("warmup_steps", "weight_decay"):
             value = getattr(self, name)
-            require(0 <= value < math.inf, f"optimizer.{name} is {value}; it must be at least 0 and finite")
+            require(0 <= value < math.inf, f"optimizer.{name} is {value}; it must not be negative, nor infinite")
 
 
 @dataclass(frozen=True)

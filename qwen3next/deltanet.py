@@ -40,7 +40,7 @@ def short_convolution(
         insert = jax.vmap(lambda h, w, at: jax.lax.dynamic_update_slice(h, w, (at, 0)))
         take = jax.vmap(lambda h, at: jax.lax.dynamic_slice(h, (at, 0), window.shape[1:]))
         history = insert(history, window, packing.first)
-        held = jnp.arange(taps - 1, 0, -1) <= packing.length[:, None]
+        held = (jnp.arange(taps - 1, 0, -1) <= packing.length[:, None]) | (packing.last == 0)[:, None]
         after = jnp.where(held[..., None], take(history, packing.last), 0)
     y = history[:, taps - 1 :] * kernel[taps - 1]
     for back in range(1, taps):

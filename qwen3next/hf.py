@@ -78,7 +78,9 @@ class _Tensors:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise InputError(f"{index}: must hold a 'weight_map' from tensor to file")
-            self.files = {name: folder / str(file) for name, file in weight_map.items()}
+            for name, file in weight_map.items():
+                require(isinstance(file, str), f"{index}: the file of tensor {name} is {file!r}; it must be a name")
+            self.files = {name: folder / file for name, file in weight_map.items()}
             held = {file: set(self._handle(file).keys()) for file in set(self.files.values())}
             for name, file in self.files.items():
                 require(name in held[file], f"{file} lacks tensor {name}, which {index} says it holds")

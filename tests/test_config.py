@@ -172,11 +172,11 @@ def test_rope_checks(changes, words):
         (OptimizerConfig, dict(learning_rate=0.0), ("optimizer.learning_rate", "0.0", "above 0")),
         (OptimizerConfig, dict(epsilon=0.0), ("optimizer.epsilon", "0.0", "above 0")),
         (OptimizerConfig, dict(clip_norm=-1.0), ("optimizer.clip_norm", "-1.0", "above 0")),
-        (OptimizerConfig, dict(beta1=1.0), ("optimizer.beta1", "1.0", "at least 0 and below 1")),
-        (OptimizerConfig, dict(beta2=-0.1), ("optimizer.beta2", -0.1, "at least 0 and below 1")),
-        (OptimizerConfig, dict(final_fraction=-0.1), ("optimizer.final_fraction", -0.1, "at least 0")),
-        (OptimizerConfig, dict(warmup_steps=-1), ("optimizer.warmup_steps", -1, "at least 0")),
-        (OptimizerConfig, dict(weight_decay=-0.1), ("optimizer.weight_decay", -0.1, "at least 0")),
+        (OptimizerConfig, dict(beta1=1.0), ("optimizer.beta1", "1.0", "between 0 and 1")),
+        (OptimizerConfig, dict(beta2=-0.1), ("optimizer.beta2", -0.1, "between 0 and 1")),
+        (OptimizerConfig, dict(final_fraction=1.1), ("optimizer.final_fraction", 1.1, "between 0 and 1")),
+        (OptimizerConfig, dict(warmup_steps=-1), ("optimizer.warmup_steps", -1, "negative")),
+        (OptimizerConfig, dict(weight_decay=-0.1), ("optimizer.weight_decay", -0.1, "negative")),
         *(
             (RunConfig, {name: 0}, (f"run.{name}", 0, "above 0"))
             for name in ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every")
