@@ -134,7 +134,7 @@ def test_a_run_learns_writes_its_folder_and_decodes(tmp_path, capsys):
     assert all(set(row) == {"prompt_ids", "tokens", "text"} and len(row["tokens"]) <= 3 for row in rows)
 
     before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(InputError, match=r"already holds a run; allowed: another folder, or --run.overwrite"):
+    with pytest.raises(InputError, match=r"already holds a run \(.*\); allowed: another folder, or --run.overwrite"):
         train.main(config)
     assert (folder / "model.safetensors").read_bytes() == before
 
