@@ -363,6 +363,15 @@ def test_products_that_are_computed_again(placement, times):
     assert 0.75 * times * forward <= more <= times * forward
 
 
+def test_the_compiler_merges_nothing_that_is_computed_again():
+    """In straight-line code it could: as a common part of forward and backward."""
+    compute, program = OTHERWISE[2], _gradient(OTHERWISE[2]).as_text()
+    written = _products(jax.grad(lambda model: _loss(model, IDS, _scanned(compute))))
+    assert len(re.findall(r" dot\(", program)) > 0.8 * written
+    loops = [line for line in program.splitlines() if " while(" in line]
+    assert all("delta_rule" in line for line in loops)  # over chunks; none over layers
+
+
 def _loops_of_one_iteration(compute: Compute) -> int:
     return len(re.findall(r' while\(.*"known_trip_count":\{"n":"1"\}', _gradient(compute).as_text()))
 
