@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3next.config import Compute
+from qwen3next.config import Compute, ModelConfig
 from qwen3next.errors import require
 from qwen3next.hf import load_pretrained
 from qwen3next.hf_config import read_end_of_text
@@ -21,16 +21,28 @@ class Checkpoint(NamedTuple):
     compute: Compute
 
 
+def default_compute(config: ModelConfig) -> Compute:
+    """In the dtype of the parameters; float32 for float16, whose numbers are too small for activations."""
+    return Compute(dtype="bfloat16" if config.dtype == "bfloat16" else "float32")
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads either kind of folder; `InputError` if it is neither or damaged."""
+    """Reads either kind of folder; `InputError` if it is neither or damaged.
+
+    A run that was made from a Hugging Face folder has that one's config.json, which then says how a text ends.
+    """
     require(folder.is_dir(), f"{folder} is not a folder; allowed: a run of train.py or a Hugging Face folder")
+    published = (folder / "config.json").is_file()
+    require(is_run(folder) or published, f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
     if is_run(folder):
         config, model = load_run(folder)
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        return Checkpoint(model, tokenizer, (tokenizer.end_of_text,), config.compute)
-    require((folder / "config.json").is_file(), f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
-    ends = read_end_of_text(folder)
-    model, path = load_pretrained(folder), folder / TOKENIZER
+        compute = config.compute
+        if not published:
+            tokenizer = load_tokenizer(config.data.tokenizer)
+            return Checkpoint(model, tokenizer, (tokenizer.end_of_text,), compute)
+    else:
+        model = load_pretrained(folder)
+        compute = default_compute(model.config)
+    ends, path = read_end_of_text(folder), folder / TOKENIZER
     tokenizer = load_tokenizer(str(path), ends[0] if ends else None) if path.is_file() else None
-    ends = ends or ((tokenizer.end_of_text,) if tokenizer else ())
-    return Checkpoint(model, tokenizer, ends, Compute(dtype=model.config.dtype))
+    return Checkpoint(model, tokenizer, ends or ((tokenizer.end_of_text,) if tokenizer else ()), compute)

@@ -9,7 +9,8 @@ from qwen3next.errors import require, require_choice, require_positive
 MixerKind = Literal["linear_attention", "full_attention"]
 MlpKind = Literal["moe", "dense"]
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16"]  # of computation
+StoredDtype = Literal["float32", "bfloat16", "float16"]  # of parameters
 Placement = Literal["none", "block", "layer", "both"]
 Dispatch = Literal["auto", "dense", "blocks", "ragged"]
 
@@ -118,7 +119,7 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.001
     layer_types: tuple[MixerKind, ...] = ()
     full_attention_interval: int = 4
-    dtype: Dtype = "float32"
+    dtype: StoredDtype = "float32"
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -128,7 +129,7 @@ class ModelConfig:
     def _check_sizes(self) -> None:
         require_positive("model", **{name: getattr(self, name) for name in _SIZES})
         require(self.hidden_act == "silu", f"hidden_act is {self.hidden_act!r}; only 'silu' is implemented")
-        require_choice("dtype", self.dtype, Dtype)
+        require_choice("dtype", self.dtype, StoredDtype)
         for whole, part in (
             ("num_attention_heads", "num_key_value_heads"),
             ("linear_num_value_heads", "linear_num_key_heads"),

@@ -1,13 +1,12 @@
-"""Hugging Face `config.json`, in the spelling of transformers 4 and of 5, to `ModelConfig`."""
+"""Hugging Face `config.json` and `ModelConfig`, both ways: transformers 4 and 5 spell it differently."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from qwen3next.config import ModelConfig, RopeParameters
 from qwen3next.errors import InputError, require
-from qwen3next.structure import structure
+from qwen3next.structure import read_json, structure
 
 
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +23,9 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "partial_rotary_factor"):
         if name not in rope and values.get(name) is not None:
             rope[name] = values[name]
+    name = "original_max_position_embeddings"  # beside them it counts more than in them
+    if rope["rope_type"] in ("llama3", "yarn", "longrope") and values.get(name) is not None:
+        rope[name] = values[name]
     return rope
 
 
@@ -37,18 +39,71 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     dropout = values.get("attention_dropout") or 0
     require(dropout == 0, f"attention_dropout is {dropout}; only 0 is implemented")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    config = structure({**_known(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype}, ModelConfig)
-    kinds = tuple(kind.mixer for kind in config.layer_kinds)  # spelled out, so that both spellings read alike
+    known = {**_known(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype}
+    return _spelled_out(structure(known, ModelConfig))
+
+
+def _spelled_out(config: ModelConfig) -> ModelConfig:
+    """Layers by their types alone, so that both spellings read alike."""
+    kinds = tuple(kind.mixer for kind in config.layer_kinds)
     return dataclasses.replace(config, layer_types=kinds, full_attention_interval=4)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `InputError` names the file if it is missing, unreadable or something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable JSON file ({error})") from error
-    require(isinstance(values, dict), f"{path}: must hold a JSON object")
+def _interval(kinds: list[str]) -> dict[str, int]:
+    """`full_attention_interval`, for readers without `layer_types`, if one says which layers are which."""
+    interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    regular = all((kind == "full_attention") == (at % interval == 0) for at, kind in enumerate(kinds, 1))
+    return {"full_attention_interval": interval} if regular else {}
+
+
+def config_values(config: ModelConfig, end_of_text: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 both read as this config: what they spell differently stands twice."""
+    rope = {name: value for name, value in dataclasses.asdict(config.rope_parameters).items() if value is not None}
+    if rope["truncate"]:
+        del rope["truncate"]
+    beside = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
+    scaling = {name: value for name, value in rope.items() if name not in beside}
+    if config.rope_parameters.rope_type == "longrope" and "original_max_position_embeddings" in rope:
+        beside["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    kinds = [kind.mixer for kind in config.layer_kinds]
+    values = dataclasses.asdict(config) | beside
+    del values["full_attention_interval"]
+    return values | {
+        **_interval(kinds),
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None if not end_of_text else end_of_text[0] if len(end_of_text) == 1 else list(end_of_text),
+        "layer_types": kinds,
+        "mlp_only_layers": list(config.mlp_only_layers),
+        "model_type": "qwen3_next",
+        "output_router_logits": False,
+        "pad_token_id": None,
+        "rope_parameters": rope,
+        "rope_scaling": None if config.rope_parameters.rope_type == "default" else scaling,
+        "torch_dtype": config.dtype,
+        "use_cache": True,
+    }
+
+
+def updated_values(values: dict[str, Any], config: ModelConfig, *, with_mtp: bool) -> dict[str, Any]:
+    """A parsed config.json, changed where `config` says otherwise, and unless `with_mtp` without the mtp.* tensors.
+
+    Every other key stays, known or not.
+    """
+    values, before, after = dict(values), model_config(values), _spelled_out(config)
+    if not with_mtp:
+        gone = [name for name in values if name.startswith("mtp") or name == "num_nextn_predict_layers"]
+        values = {name: value for name, value in values.items() if name not in gone}
+    if before.dtype != after.dtype:
+        spelled = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype", "torch_dtype"]
+        values |= dict.fromkeys(spelled, after.dtype)
+    if before.tie_word_embeddings != after.tie_word_embeddings:
+        values["tie_word_embeddings"] = after.tie_word_embeddings
+    if model_config(values) != after:
+        kept = ("eos_token_id", "bos_token_id", "pad_token_id", "architectures", "use_cache", "output_router_logits")
+        new = config_values(config)
+        values |= {name: value for name, value in new.items() if name not in kept or name not in values}
     return values
 
 

@@ -4,21 +4,18 @@ It needs nothing from outside: the config names the tokenizer's copy. Weights ar
 """
 
 import dataclasses
-import os
 from pathlib import Path
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, require
+from qwen3next.leaves import find_faults, leaves_by_path, load_leaves, require_no
 from qwen3next.model import Qwen3Next, abstract_model
-from qwen3next.tree import leaf_path
+from qwen3next.tensor_files import read_header
+from qwen3next.tensor_writer import kind_spec, lay_out_file, new_file, write
 
 CONFIG, METRICS, WEIGHTS, TOKENIZER = "config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"
 
@@ -55,34 +52,21 @@ def create_run(config: TrainConfig) -> Path:
 
 def save_weights(folder: Path, model: Qwen3Next) -> None:
     """Writes the model's leaves under a temporary name and renames, so that a kill leaves the old file or the new."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_array))
-    # safetensors writes the buffer of an array and ignores its strides
-    arrays = {leaf_path(path): np.ascontiguousarray(jax.device_get(leaf)) for path, leaf in leaves}
-    partial = folder / f"{WEIGHTS}.partial"
-    save_file(arrays, partial, metadata={"format": "qwen3next"})
-    os.replace(partial, folder / WEIGHTS)
+    arrays = dict(zip((leaf.path for leaf in leaves_by_path(model)), jax.tree.leaves(model), strict=True))
+    specs = {path: kind_spec(array.dtype, array.shape) for path, array in arrays.items()}
+    with new_file(folder / WEIGHTS) as partial:
+        layout = lay_out_file(partial, specs, {"format": "qwen3next"})
+        layout.create()
+        for path, array in arrays.items():
+            write(layout.tensors[path], np.asarray(jax.device_get(array)))
 
 
 def load_weights(path: Path, skeleton: Qwen3Next) -> Qwen3Next:
-    """The tree of `skeleton` (shapes and dtypes) with the file's leaves; `InputError` names one that does not fit."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: not a readable safetensors file ({error})") from error
-
-    def take(key: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
-        name = leaf_path(key)
-        require(name in arrays, f"{path}: tensor {name} is missing; the run's config asks for it")
-        array = arrays.pop(name)
-        require(array.shape == like.shape, f"{path}: tensor {name} is {array.shape}; it must be {like.shape}")
-        return jnp.asarray(array, like.dtype)
-
-    model = jax.tree_util.tree_map_with_path(take, skeleton)
-    require(
-        not arrays, f"{path}: {len(arrays)} tensors have no place in the model, the first is {min(arrays, default='')}"
-    )
-    return model
+    """The tree of `skeleton` with the file's leaves in the file's dtypes; `InputError` names one that does not fit."""
+    tensors, _ = read_header(path)
+    leaves = leaves_by_path(skeleton)
+    require_no(find_faults(path, leaves, tensors))
+    return load_leaves(skeleton, leaves, tensors)
 
 
 def is_run(folder: Path) -> bool:

@@ -1,13 +1,15 @@
 """Plain values (of TOML or JSON) into the frozen dataclasses; nothing misspelt and no wrong type passes."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
-from qwen3next.errors import InputError
+from qwen3next.errors import InputError, require
 
 T = TypeVar("T")
 
@@ -44,3 +46,13 @@ def structure(values: dict[str, Any], cls: type[T]) -> T:
         messages = cattrs.transform_error(error, path="$", format_exception=_describe)
         lines = [re.sub(r" @ \$\.?(.*)$", lambda at: f", in {at[1]}" if at[1] else "", text) for text in messages]
         raise InputError("; ".join(" ".join(line.split()) for line in lines)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `InputError` names the file if it is missing, unreadable or something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not a readable JSON file ({error})") from error
+    require(isinstance(values, dict), f"{path}: must hold a JSON object")
+    return values

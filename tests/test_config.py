@@ -194,7 +194,7 @@ def test_other_checks(make, changes, words):
     ("make", "changes", "words"),
     [
         (RopeParameters, dict(rope_type="ntk"), ("rope_type", "'ntk'", "default, linear, dynamic, yarn")),
-        (tiny_config, dict(dtype="float16"), ("dtype", "'float16'", "float32, bfloat16")),
+        (tiny_config, dict(dtype="float64"), ("dtype", "'float64'", "float32, bfloat16, float16")),
         (tiny_config, dict(layer_types=(LINEAR, FULL, "mamba", FULL)), ("layer_types", "'mamba'", LINEAR, FULL)),
         (Compute, dict(dtype="float64"), ("compute.dtype", "'float64'", "float32, bfloat16")),
         (Compute, dict(dispatch="fast"), ("compute.dispatch", "'fast'", "auto, dense, blocks, ragged")),

@@ -156,6 +156,7 @@ def test_which_rope_setting_counts(values, expected):
         ({}, {}),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, {"dtype": "bfloat16"}),
         ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "float16"}, {"dtype": "float16"}),
         ({"mlp_only_layers": None, "layer_types": None, "attention_bias": None}, {}),
         ({"mlp_only_layers": [3]}, {"mlp_only_layers": (3,)}),
         ({"use_sliding_window": False, "pad_token_id": 0, "unheard_of": [1]}, {}),
@@ -179,7 +180,7 @@ def test_layer_types_beat_the_interval():
     [
         ({"model_type": "qwen3_moe"}, ("model_type", "'qwen3_moe'", "'qwen3_next'")),
         ({"attention_dropout": 0.1}, ("attention_dropout", 0.1)),
-        ({"torch_dtype": "float16"}, ("dtype", "'float16'")),
+        ({"torch_dtype": "float64"}, ("dtype", "'float64'")),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ("rope_type", "'ntk'")),
         ({"layer_types": ["linear_attention"]}, ("layer_types", 1, 48)),
         ({"hidden_size": "2048"}, ("hidden_size",)),
@@ -334,7 +335,9 @@ def _check(model: Any, tensors: dict[str, np.ndarray]) -> None:
                 expert = int(part)
             elif not eqx.is_array(node):
                 node = getattr(node, re.sub("(linear|self)_attn", "mixer", part))
-        np.testing.assert_array_equal(node if expert is None else node[expert], tensor, err_msg=name)
+        node = np.asarray(node if expert is None else node[expert])
+        assert node.dtype == tensor.dtype, name
+        np.testing.assert_array_equal(node, tensor, err_msg=name)
 
 
 FOLDERS = ("a_cycle4_8l", "c_sharded", "d_tied", "g_dense_mix", "x_fused_experts")
@@ -362,20 +365,32 @@ def test_the_extra_prediction_head_is_not_read(tmp_path, shards):
     _check(load_pretrained(_write(tmp_path, more | tensors, config, shards)), tensors)
 
 
-@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", None])
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16", None])
 def test_dtypes(tmp_path, stored, wanted):
-    """What is stored and what is wanted: no rounding but the one asked for, and none of the decay parameters."""
+    """What is stored stays unless a dtype is asked for, whatever the config says; decay is not cast down."""
     tensors = {name: tensor.astype(stored) for name, tensor in _read(PLAIN).items()}
     config = json.loads((PLAIN / "config.json").read_text()) | {"dtype": "bfloat16"}
     model = load_pretrained(_write(tmp_path, tensors, config), wanted)
-    dtype = np.dtype(wanted or "bfloat16")
     for name, tensor in tensors.items():
-        tensors[name] = tensor.astype(np.float32 if name.endswith(("A_log", "dt_bias")) else dtype)
+        decays = name.endswith(("A_log", "dt_bias"))
+        tensors[name] = tensor.astype(stored if wanted is None else np.float32 if decays else np.dtype(wanted))
     _check(model, tensors)
-    assert model.config.dtype == dtype.name
-    for path, leaf in jax.tree.leaves_with_path(model):
-        assert leaf.dtype == (jnp.float32 if leaf_path(path).endswith(("A_log", "dt_bias")) else dtype)
+    assert model.config.dtype == (wanted or "bfloat16")
+
+
+def test_dtypes_that_differ_in_a_stack_become_float32(tmp_path):
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in _read(DATA / "golden" / "d_tied").items()}
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.float32) * np.float32(1.001)
+    model = load_pretrained(_write(tmp_path, tensors, json.loads((TIED / "config.json").read_text())))
+    wide = {leaf_path(path) for path, leaf in jax.tree.leaves_with_path(model) if leaf.dtype == jnp.float32}
+    assert len(wide) == 1 and next(iter(wide)).endswith("mlp.experts.up_proj")
+    for leaf, array in zip(table(model), jax.tree.leaves(model), strict=True):
+        if leaf.path in wide:
+            tensors |= {name: tensors[name].astype(np.float32) for _, name in leaf.parts()}
+        assert array.dtype == tensors[str(leaf.tensors.flat[0])].dtype
+    _check(model, tensors)
 
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
