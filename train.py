@@ -8,12 +8,14 @@ python train.py configs/tiny.toml --help
 import math
 import sys
 import time
+import zlib
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
 
-from qwen3next.cli import parse
+from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
 from qwen3next.data import eval_batches, read_documents, split_documents, tokenize, train_batches
 from qwen3next.errors import exit_on_input_error, require
@@ -23,10 +25,12 @@ from qwen3next.model import Qwen3Next
 from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule, trainable
 from qwen3next.report import active_parameters, count_flops, count_parameters
-from qwen3next.run_folder import check_run_folder, create_run, save_weights
+from qwen3next.resume import check_text, find_run, open_run
+from qwen3next.run_folder import METRICS, save_weights
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
-from qwen3next.training import TrainState, make_train_step
+from qwen3next.train_state import Position, StateWriter, TrainState
+from qwen3next.training import make_train_step
 
 
 def main(config: TrainConfig) -> int:
@@ -36,9 +40,9 @@ def main(config: TrainConfig) -> int:
 
 
 def train(config: TrainConfig, stop: StopRequest) -> int:
-    """Everything from text to weights."""
+    """Everything from text to weights; from the folder's last saved state on if it holds one."""
     run, data, started = config.run, config.data, time.perf_counter()
-    check_run_folder(config)
+    saved = find_run(config)
 
     # --- data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(data.tokenizer)
@@ -49,23 +53,29 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
     documents = split_documents(read_documents(data), data.held_out, run.seed)
     train_corpus, held_out = (tokenize(side, tokenizer) for side in documents)
     batches = iter(train_batches(train_corpus, data, run.seed))
+    text = train_corpus.fingerprint() + held_out.fingerprint()
+    if saved is not None:
+        check_text(saved, config, text)
+        batches.set_state(saved.position.data)
 
-    # --- model --------------------------------------------------------------------------------------------------------
-    # Drawing the parameters is all compilation; unoptimised it takes a third of the time and gives the same numbers.
-    unoptimised = {"xla_backend_optimization_level": 0}
-    initialise = jax.jit(lambda key: Qwen3Next(config.model, key=key), compiler_options=unoptimised)
-    model = initialise(jax.random.key(run.seed))
-    params, frozen = eqx.partition(model, trainable(model))
-    parameters, active = count_parameters(model), active_parameters(model, config.model)
+    # --- model and optimizer ------------------------------------------------------------------------------------------
+    learning_rate, transform = schedule(config.optimizer, run.steps), optimizer(config.optimizer, run.steps)
+
+    def begin(key: PRNGKeyArray) -> tuple[TrainState, PyTree]:
+        model = Qwen3Next(config.model, key=key)
+        params, frozen = eqx.partition(model, trainable(model))
+        return TrainState(jnp.int32(0), key, params, transform.init(params)), frozen
+
+    key = jax.random.key(run.seed)
+    if saved is None:
+        # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.
+        state, frozen = jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0})(key)
+    else:
+        abstract, frozen = eqx.filter_eval_shape(begin, key)
+        state = saved.restore(abstract)
     prompt = tokenizer.encode(run.sample_prompt).tolist() or [tokenizer.end_of_text]
     if run.sample_tokens:
-        check_prompts(model, [prompt], run.sample_tokens)
-
-    # --- optimizer ----------------------------------------------------------------------------------------------------
-    learning_rate = schedule(config.optimizer, run.steps)
-    transform = optimizer(config.optimizer, run.steps)
-    state = TrainState(params, eqx.filter_jit(transform.init)(params))
-    del model, params  # the first step takes their buffers
+        check_prompts(config.model, [prompt], run.sample_tokens)
 
     # --- step ---------------------------------------------------------------------------------------------------------
     train_step = make_train_step(config, transform)
@@ -74,61 +84,78 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
     flops = count_flops(train_step, (frozen, dict.fromkeys(("input_ids", "labels", "segment_ids"), shape)), state)
 
     # --- loop ---------------------------------------------------------------------------------------------------------
-    folder = create_run(config)
-    tracker, wandb = make_tracker(folder, config)
     monitor = Monitor(run.steps, data.batch_size * data.sequence_length)
-    sides = zip(("train on", "held out"), documents, (train_corpus, held_out), strict=True)
-    for name, side, corpus in sides:
-        monitor.say(f"{name}: {len(side):,} documents, {corpus.text_bytes:,} bytes, {len(corpus.tokens):,} tokens")
-    monitor.say(f"model: {parameters:,} parameters, {active:,} of them active for a token, {config.compute.dtype}")
-    monitor.say(f"step: {data.batch_size} x {data.sequence_length} tokens, {flops / 1e9:.1f} GFLOP of matrix products")
-    monitor.say(f"run: {run.steps} steps into {folder}; Weights & Biases: {wandb}")
+    with open_run(config, saved) as folder, monitor, StateWriter(folder, run.keep) as states:
+        tracker, wandb = make_tracker(folder, config)
+        sides = zip(("train on", "held out"), documents, (train_corpus, held_out), strict=True)
+        for name, side, corpus in sides:
+            monitor.say(f"{name}: {len(side):,} documents, {corpus.text_bytes:,} bytes, {len(corpus.tokens):,} tokens")
+        parameters, active = count_parameters(state.params), active_parameters(state.params, config.model)
+        monitor.say(f"model: {parameters:,} parameters, {active:,} of them active for a token, {config.compute.dtype}")
+        monitor.say(
+            f"step: {data.batch_size} x {data.sequence_length} tokens, {flops / 1e9:.1f} GFLOP of matrix products"
+        )
+        begun = f"resumed after step {saved.step}" if saved else "from the first step"
+        monitor.say(f"run: {run.steps} steps into {folder}, {begun}; Weights & Biases: {wandb}")
 
-    def evaluate_and_sample(number: int, limit: int | None) -> float:
-        model = eqx.combine(state.params, frozen)
-        rows = eval_batches(held_out, data.batch_size, data.sequence_length)
-        result = evaluate(model, held_out, rows, limit, config.compute)
-        tracker.log(number, {f"held_out/{name}": value for name, value in result.items()})
-        text = f"step {number}: held-out loss {result['loss']:.3f}, {result['bits_per_byte']:.3f} bits per byte"
-        if run.sample_tokens:
-            made = [int(token[0]) for token in generate(model, [prompt], run.sample_tokens, compute=config.compute)]
-            text += f"; sample:\n{run.sample_prompt}{tokenizer.decode(made)}\n"
-        monitor.say(text)
-        return result["bits_per_byte"]
+        def evaluate_and_sample(number: int, limit: int | None) -> dict[str, float]:
+            model = eqx.combine(state.params, frozen)
+            rows = eval_batches(held_out, data.batch_size, data.sequence_length)
+            result = evaluate(model, held_out, rows, limit, config.compute)
+            text = f"step {number}: held-out loss {result['loss']:.3f}, {result['bits_per_byte']:.3f} bits per byte"
+            if run.sample_tokens:
+                made = [int(token[0]) for token in generate(model, [prompt], run.sample_tokens, compute=config.compute)]
+                text += f"; sample:\n{run.sample_prompt}{tokenizer.decode(made)}\n"
+            monitor.say(text)
+            return result
 
-    number, values = 0, dict[str, float]()
-    with monitor:
-        for number in range(1, run.steps + 1):
-            state, metrics = step((frozen, jax.tree.map(jnp.asarray, next(batches))), state)
-            if number == 1:
+        first = saved.step if saved else 0
+        number = first
+        for number in range(first + 1, run.steps + 1):
+            batch = next(batches)
+            state, metrics = step((frozen, jax.tree.map(jnp.asarray, batch)), state)
+            if number == first + 1:
                 jax.block_until_ready(metrics)
                 monitor.say(f"first step after {time.perf_counter() - started:.1f} s")
                 monitor.start_clock(number)
-            last = number == run.steps or stop.wanted
-            log, assess, save = (last or number % n == 0 for n in (run.log_every, run.eval_every, run.save_every))
+            final, stopping = number == run.steps, stop.wanted
+            log = final or number % run.log_every == 0
+            assess = final or number % run.eval_every == 0
+            save = final or stopping or number % run.save_every == 0
+            record, held_out_loss = dict[str, float](), None
             if log or save:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not all(map(math.isfinite, values.values())):
                     monitor.say(f"stopped at step {number}, which is not finite: {values}; nothing was saved since")
                     return 1
             if log:
-                speed = monitor.step(number, values["loss"])
-                rate = float(jnp.asarray(learning_rate(number - 1)))
-                tracker.log(number, {**values, "learning_rate": rate, "tokens_per_second": speed})
+                record |= values
+                record["learning_rate"] = float(jnp.asarray(learning_rate(number - 1)))
+                record["tokens_per_second"] = monitor.step(number, record["loss"])
+                record["tokens_crc32"] = zlib.crc32(batch["input_ids"].tobytes())  # to compare two runs' batches
+            if assess:
+                result = evaluate_and_sample(number, None if final else run.eval_batches)
+                record |= {f"held_out/{name}": value for name, value in result.items()}
+                # The last one is over all rows; for the best only those over the same rows are compared.
+                held_out_loss = None if final else result["loss"]
+                save = save or result["loss"] < states.best
+            if final:
+                bits = {"this model": record["held_out/bits_per_byte"]}
+                bits |= compressed_bits_per_byte(b"".join(document.text for document in documents[1]))
+                record |= {f"held_out_bits_per_byte/{name}": value for name, value in bits.items()}
+                told = ", ".join(f"{name} {value:.3f}" for name, value in bits.items())
+                monitor.say(f"held-out bits per byte: {told}")
+            if record:
+                tracker.log(number, record)
             if save:
                 save_weights(folder, eqx.combine(state.params, frozen))
-            if last:
+                size = (folder / METRICS).stat().st_size
+                states.save(state, Position(dump_config(config), text, batches.get_state(), size), held_out_loss)
+            if stopping:
                 break
-            if assess:
-                evaluate_and_sample(number, run.eval_batches)
             if assess or save:
                 monitor.start_clock(number)
-        if number == run.steps:
-            bits = {"this model": evaluate_and_sample(number, None)}
-            bits |= compressed_bits_per_byte(b"".join(document.text for document in documents[1]))
-            tracker.log(number, {f"held_out_bits_per_byte/{name}": value for name, value in bits.items()})
-            monitor.say("held-out bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in bits.items()))
-    tracker.close()
+        tracker.close()
     monitor.say(f"ended after step {number} of {run.steps} and {time.perf_counter() - started:.0f} s; decode from it:")
     monitor.say(f"  python decode.py {folder} --prompt {run.sample_prompt!r}")
     return 0

@@ -31,20 +31,32 @@ _REQUIRED = (
 )
 
 
-def load_config(path: Path) -> TrainConfig:
-    """The config of a TOML file."""
+def parse_config(text: str, name: str) -> TrainConfig:
+    """The config of a TOML text, which errors call `name`."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable TOML file ({error})") from error
+        values = tomllib.loads(text)
+    except ValueError as error:
+        raise InputError(f"{name}: not a readable TOML file ({error})") from error
     try:
         model = values.get("model")
         if isinstance(model, dict):
-            missing = [f"model.{name}" for name in _REQUIRED if name not in model]
+            missing = [f"model.{key}" for key in _REQUIRED if key not in model]
             require(not missing, f"required keys are missing: {', '.join(missing)}")
         return structure(values, TrainConfig)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{name}: {error}") from error
+
+
+def load_config(path: Path) -> TrainConfig:
+    """The config of a TOML file. A relative `data.tokenizer` that lies beside the file is that one."""
+    try:
+        config = parse_config(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a readable TOML file ({error})") from error
+    beside = path.parent / config.data.tokenizer
+    if config.data.tokenizer == "bytes" or not beside.is_file():
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(beside.resolve())))
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -83,4 +95,6 @@ def parse(argv: list[str]) -> TrainConfig:
             )
             sys.exit(0)
         raise InputError(f"the first argument must be a config, {usage} [--section.key value ...]")
-    return _override(load_config(Path(args[0])), args[1:], usage)
+    # The one word that is typed often has a short form.
+    overrides = [f"--run.{arg[2:]}" if arg.split("=")[0] == "--resume" else arg for arg in args[1:]]
+    return _override(load_config(Path(args[0])), overrides, usage)

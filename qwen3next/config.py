@@ -13,6 +13,7 @@ Dtype = Literal["float32", "bfloat16"]  # of computation
 StoredDtype = Literal["float32", "bfloat16", "float16"]  # of parameters
 Placement = Literal["none", "block", "layer", "both"]
 Dispatch = Literal["auto", "dense", "blocks", "ragged"]
+Resume = Literal["auto", "never", "must"]
 
 IGNORED_LABEL = -100  # of a token whose next one is not predicted
 
@@ -303,9 +304,15 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """One training run. `accumulate`: microbatches of an optimizer step. `eval_batches`: batches of an evaluation
-    during the run; the last one reads all held-out text. `wandb`: what Weights & Biases does with the metrics."""
+    during the run; the last one reads all held-out text. `wandb`: what Weights & Biases does with the metrics.
+
+    `resume`: what a run does with a folder that holds one: go on from its last saved state if there is one (`auto`),
+    refuse (`never`), or go on and nothing else (`must`). `overwrite`: begin anew in its place.
+    `save_every`: steps between saved states, of which the last `keep` stay, and the one with the lowest held-out loss.
+    """
 
     folder: str = "runs/default"
+    resume: Resume = "auto"
     overwrite: bool = False
     seed: int = 0
     steps: int = 1000
@@ -314,15 +321,17 @@ class RunConfig:
     eval_every: int = 200
     eval_batches: int = 4
     save_every: int = 500
+    keep: int = 2
     sample_prompt: str = "def "
     sample_tokens: int = 100
     wandb: Literal["off", "offline", "online"] = "offline"
 
     def __post_init__(self) -> None:
-        names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every")
+        names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every", "keep")
         require_positive("run", **{name: getattr(self, name) for name in names})
         require(self.sample_tokens >= 0, f"run.sample_tokens is {self.sample_tokens}; it must not be negative")
         require(self.seed >= 0, f"run.seed is {self.seed}; it must not be negative")
+        require_choice("run.resume", self.resume, Resume)
         require(bool(self.folder), "run.folder is empty; it must name a folder")
 
 

@@ -5,6 +5,7 @@ model learns to stop. Rows are cut from the concatenation and overlap by one tok
 """
 
 import glob
+import hashlib
 import json
 import operator
 import os
@@ -86,6 +87,10 @@ class TokenizedCorpus:
     starts: Int64[np.ndarray, " documents"]
     end_of_text: int
     text_bytes: int  # of the original text, for bits per byte
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens and of where documents begin."""
+        return hashlib.sha256(self.tokens.tobytes() + self.starts.tobytes()).hexdigest()
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenizedCorpus:

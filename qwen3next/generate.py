@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from qwen3next.cache import Cache, empty_cache
-from qwen3next.config import Compute, Remat
+from qwen3next.config import Compute, ModelConfig, Remat
 from qwen3next.errors import InputError, require
 from qwen3next.model import Qwen3Next
 
@@ -46,9 +46,9 @@ def _advance(
     return _Progress(token, ended | jnp.any(token[:, None] == ends[None, :], axis=1), cache_after)
 
 
-def check_prompts(model: Qwen3Next, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Raises `InputError` for an empty prompt, an id outside the vocabulary, or more tokens than positions."""
-    vocab, limit = model.config.vocab_size, model.config.max_position_embeddings
+    vocab, limit = config.vocab_size, config.max_position_embeddings
     require(len(prompts) > 0, "no prompt was given; needed: at least one")
     require(max_new_tokens > 0, f"max_new_tokens is {max_new_tokens}; it must be above 0")
     for prompt in prompts:
@@ -75,7 +75,7 @@ def generate(
     The token that ends a text is yielded. Prompts may differ in length: they are padded on the left. Within a bucket
     of the longest prompt's length, and one of `max_new_tokens`, nothing is compiled again.
     """
-    check_prompts(model, prompts, max_new_tokens)
+    check_prompts(model.config, prompts, max_new_tokens)
     compute = replace(compute, remat=Remat("none", barrier=False))
     length = bucket(max(len(prompt) for prompt in prompts))
     ids = np.zeros((len(prompts), length), np.int32)

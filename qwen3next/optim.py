@@ -33,15 +33,10 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config, steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
+    """Clipping by the global norm, then AdamW. The parts have names, by which their states are saved."""
+    return optax.named_chain(
+        ("clip", optax.clip_by_global_norm(config.clip_norm)),
+        ("adam", optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)),
+        ("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)),
+        ("schedule", optax.scale_by_learning_rate(schedule(config, steps))),
     )

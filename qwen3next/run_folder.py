@@ -1,9 +1,11 @@
-"""A run's folder: `config.toml`, `metrics.jsonl`, `model.safetensors`, and `tokenizer.json` if it uses one.
+"""A run's folder: `config.toml`, `metrics.jsonl`, `model.safetensors`, `states/`, and `tokenizer.json` if it uses one.
 
 It needs nothing from outside: the config names the tokenizer's copy. Weights are leaves by path.
 """
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,43 +13,37 @@ import numpy as np
 
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import TrainConfig
-from qwen3next.errors import InputError, require
+from qwen3next.errors import require
 from qwen3next.leaves import find_faults, leaves_by_path, load_leaves, require_no
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.tensor_files import read_header
 from qwen3next.tensor_writer import kind_spec, lay_out_file, new_file, write
 
 CONFIG, METRICS, WEIGHTS, TOKENIZER = "config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"
+STATES, WANDB_ID = "states", "wandb.id"
 
 
-def check_run_folder(config: TrainConfig) -> None:
-    """Raises `InputError` if the run's folder is a file, or holds a run or part of one and may not be replaced."""
-    folder = Path(config.run.folder)
-    require(not folder.exists() or folder.is_dir(), f"run.folder {folder} is a file; it must be a folder or a new name")
-    held = [name for name in (CONFIG, METRICS, WEIGHTS, TOKENIZER) if (folder / name).exists()]
-    require(
-        not held or config.run.overwrite,
-        f"run.folder {folder} already holds a run ({', '.join(held)}); allowed: another folder, or --run.overwrite",
-    )
+def write_config(config: TrainConfig, folder: Path) -> None:
+    """Writes `config.toml`, and the tokenizer that it names as `tokenizer.json` beside it, each whole or not at all."""
+    if config.data.tokenizer != "bytes":
+        _replace(folder / TOKENIZER, Path(config.data.tokenizer).read_bytes())
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
+    _replace(folder / CONFIG, dump_config(config).encode())
 
 
-def create_run(config: TrainConfig) -> Path:
-    """The run's folder, with its config and tokenizer. What it held of a run is removed once all is at hand."""
-    check_run_folder(config)
-    folder, kept, tokenizer = Path(config.run.folder), config, None
-    try:
-        if config.data.tokenizer != "bytes":
-            tokenizer = Path(config.data.tokenizer).read_bytes()
-            kept = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, WEIGHTS, TOKENIZER):
-            (folder / name).unlink(missing_ok=True)
-        if tokenizer is not None:
-            (folder / TOKENIZER).write_bytes(tokenizer)
-        (folder / CONFIG).write_text(dump_config(kept), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"run.folder {folder} cannot be written ({error})") from error
-    return folder
+def begin_run(config: TrainConfig, folder: Path) -> None:
+    """Readies the folder for a first step: nothing stays of another run that it held."""
+    write_config(config, folder)
+    for name in (METRICS, WEIGHTS, WANDB_ID) + ((TOKENIZER,) if config.data.tokenizer == "bytes" else ()):
+        (folder / name).unlink(missing_ok=True)
+    if (folder / STATES).exists():
+        shutil.rmtree(folder / STATES)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 def save_weights(folder: Path, model: Qwen3Next) -> None:
@@ -75,10 +71,7 @@ def is_run(folder: Path) -> bool:
 
 
 def load_run(folder: Path) -> tuple[TrainConfig, Qwen3Next]:
-    """Config, its tokenizer path made absolute, and trained model of a run's folder."""
+    """Config and trained model of a run's folder."""
     config = load_config(folder / CONFIG)
-    if config.data.tokenizer != "bytes":
-        tokenizer = str((folder / config.data.tokenizer).resolve())
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
     require((folder / WEIGHTS).is_file(), f"{folder} holds no weights yet; needed: {WEIGHTS}")
     return config, load_weights(folder / WEIGHTS, abstract_model(config.model))

@@ -5,12 +5,13 @@ import importlib.util
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from qwen3next.config import TrainConfig
-from qwen3next.run_folder import METRICS
+from qwen3next.run_folder import METRICS, WANDB_ID
 
 
 @runtime_checkable
@@ -46,9 +47,14 @@ class WandB:
     def __init__(self, folder: Path, mode: Literal["offline", "online"], config: dict[str, Any]):
         import wandb
 
+        identity = folder / WANDB_ID  # a run that is resumed goes on in the same one
+        if not identity.is_file():
+            identity.write_text(uuid.uuid4().hex)
         settings = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
         self._run = wandb.init(
             project="qwen3next",
+            id=identity.read_text(),
+            resume="allow",
             name=folder.name,
             dir=folder,
             mode=mode,

@@ -11,16 +11,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from qwen3next.config import IGNORED_LABEL, Compute, TrainConfig
 from qwen3next.loss import balance_loss, cross_entropy_sum
 from qwen3next.model import Qwen3Next
+from qwen3next.train_state import TrainState
 
 Batch = dict[str, Int[Array, "rows seq"]]
 Metrics = dict[str, Float[Array, ""]]
-
-
-class TrainState(eqx.Module):
-    """What an optimizer step changes: the trainable leaves (the rest are `None`) and the optimizer's state."""
-
-    params: PyTree
-    optimizer: optax.OptState
 
 
 def loss(
@@ -66,6 +60,7 @@ def make_train_step(
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it
             metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
             updates, optimizer = transform.update(grads, state.optimizer, state.params)
-            return TrainState(optax.apply_updates(state.params, updates), optimizer), metrics
+            params = optax.apply_updates(state.params, updates)
+            return TrainState(state.step + 1, state.key, params, optimizer), metrics
 
     return train_step

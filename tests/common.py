@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from qwen3next.cache import Cache, LayerCache
-from qwen3next.config import Compute, ModelConfig
+from qwen3next.config import Compute, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from qwen3next.context import Context, locate
 from qwen3next.layer import Layer
 from qwen3next.model import Qwen3Next, abstract_model
@@ -155,3 +156,19 @@ def unrolled(
         moved = eqx.tree_at(lambda cache: cache.layers, moved, tuple(entries))
     logits, states = _end(model, h)
     return Unrolled(logits, states, outs, mixer_outs, mlp_outs, router_logits, router, moved)
+
+
+_TEXT = "def greet(name):\n    return f'hello {name}'\n\n" * 200
+
+
+def run_config(folder: Path, **run: Any) -> TrainConfig:
+    """A run of seconds on a text of its own."""
+    source = folder / "text.txt"
+    source.write_text(_TEXT)
+    defaults = {"steps": 6, "log_every": 2, "eval_every": 3, "save_every": 100, "sample_tokens": 4, "wandb": "off"}
+    return TrainConfig(
+        model=tiny_config(vocab_size=257, initializer_range=0.02),
+        data=DataConfig(source=str(source), sequence_length=32, batch_size=4, held_out=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
+        run=RunConfig(folder=str(folder / "run"), **{**defaults, **run}),
+    )

@@ -16,13 +16,19 @@ from qwen3next.cli import load_config
 from qwen3next.config import DataConfig, RunConfig, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.model import abstract_model
-from qwen3next.run_folder import check_run_folder, create_run, load_run, load_weights, save_weights
+from qwen3next.resume import find_run, open_run
+from qwen3next.run_folder import load_run, load_weights, save_weights
 from qwen3next.tracker import JsonLines, WithOptional
 
 
 def make_config(folder: Path, tokenizer: str = "bytes", overwrite: bool = False) -> TrainConfig:
     run = RunConfig(folder=str(folder), overwrite=overwrite, wandb="off")
     return TrainConfig(model=tiny_config(vocab_size=300), data=DataConfig(tokenizer=tokenizer), run=run)
+
+
+def create_run(config: TrainConfig) -> Path:
+    with open_run(config, find_run(config)) as folder:
+        return folder
 
 
 def make_tokenizer(path: Path) -> bytes:
@@ -61,7 +67,8 @@ def test_a_run_can_be_moved_with_its_tokenizer(tmp_path):
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"])
 def test_what_stands_in_a_folder_is_not_written_over(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=rf"a run \({name}\); allowed: another folder, or --run.overwrite"):
+    message = "not a readable TOML" if name == "config.toml" else rf"a run \({name}\) without a state to go on from"
+    with pytest.raises(InputError, match=message):
         create_run(make_config(tmp_path))
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
@@ -82,7 +89,7 @@ def test_a_tokenizer_that_cannot_be_read_removes_nothing(tmp_path):
 def test_a_file_is_not_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
-        check_run_folder(make_config(tmp_path / "file"))
+        find_run(make_config(tmp_path / "file"))
 
 
 def test_damaged_weights_are_named(tmp_path):
