@@ -72,7 +72,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         state, frozen = jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0})(key)
     else:
         abstract, frozen = eqx.filter_eval_shape(begin, key)
-        state = saved.restore(abstract)
+        state = saved.restore(abstract, abstract.params.decoder.pattern.layer_numbers())
     prompt = tokenizer.encode(run.sample_prompt).tolist() or [tokenizer.end_of_text]
     if run.sample_tokens:
         check_prompts(config.model, [prompt], run.sample_tokens)
@@ -109,7 +109,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             monitor.say(text)
             return result
 
-        first = saved.step if saved else 0
+        first, stacks = saved.step if saved else 0, state.params.decoder.pattern.layer_numbers()
         number = first
         for number in range(first + 1, run.steps + 1):
             batch = next(batches)
@@ -122,7 +122,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             log = final or number % run.log_every == 0
             assess = final or number % run.eval_every == 0
             save = final or stopping or number % run.save_every == 0
-            record, held_out_loss = dict[str, float](), None
+            values, record, held_out_loss = dict[str, float](), dict[str, float](), None
             if log or save:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not all(map(math.isfinite, values.values())):
@@ -150,7 +150,8 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             if save:
                 save_weights(folder, eqx.combine(state.params, frozen))
                 size = (folder / METRICS).stat().st_size
-                states.save(state, Position(dump_config(config), text, batches.get_state(), size), held_out_loss)
+                place = Position(dump_config(config), text, batches.get_state(), size, stacks)
+                states.save(state, place, held_out_loss)
             if stopping:
                 break
             if assess or save:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from qwen3next.config import LayerKind
@@ -76,6 +77,18 @@ class Pattern(NamedTuple):
             *cycle,
             *_unstack_runs(self.remainder, grouped.remainder),
         ]
+
+    def layer_numbers(self) -> dict[str, Any]:
+        """Which layers each stack of a model holds: its path, and nested lists in the shape of its leading axes."""
+        cycle = sum(run.length for run in self.cycle)
+        outside = sum(run.length for run in (*self.prefix, *self.remainder))
+        grouped = self.group([np.int32(number) for number in range(outside + self.repeats * cycle)])
+        places = {"prefix": grouped.prefix, "cycles.modules": grouped.cycle, "remainder": grouped.remainder}
+        return {
+            f"decoder.{place}.runs.{number}.modules": np.asarray(layers).tolist()
+            for place, runs in places.items()
+            for number, layers in enumerate(runs)
+        }
 
 
 def find_pattern(kinds: Sequence[LayerKind]) -> Pattern:

@@ -15,11 +15,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from orbax.checkpoint import v1 as ocp
 
 from qwen3next.errors import InputError, require
+from qwen3next.regroup import Stacks, regroup
 from qwen3next.run_folder import STATES
 from qwen3next.tree import leaf_path
 
@@ -42,14 +44,15 @@ class TrainState(eqx.Module):
 class Position:
     """Where a run stands besides its arrays.
 
-    `config` is its TOML, `text` the fingerprint of its tokens, `data` the state of the data iterator, and
-    `metrics_bytes` the length of its metrics file.
+    `config` is its TOML, `text` the fingerprint of its tokens, `data` the state of the data iterator,
+    `metrics_bytes` the length of its metrics file, and `stacks` says which layers the stacked arrays hold.
     """
 
     config: str
     text: str
     data: dict[str, Any]
     metrics_bytes: int
+    stacks: Stacks
 
 
 def _flat(state: TrainState) -> dict[str, Any]:
@@ -80,17 +83,21 @@ class SavedState:
     position: Position
     folder: Path
 
-    def restore(self, like: TrainState) -> TrainState:
+    def restore(self, like: TrainState, stacks: Stacks) -> TrainState:
         """The state, with the structure, shapes and dtypes of `like` (abstract) and on the default device.
 
-        Raises `InputError` naming each kind of leaf that is missing, has no place, or differs in shape or dtype.
+        A state whose layers were cut into other stacks than `stacks` is moved over. Raises `InputError` naming a leaf
+        that is missing, has no place, or differs in shape or dtype.
         """
         wanted, device = _flat(like), jax.sharding.SingleDeviceSharding(jax.devices()[0])
         with ocp.training.Checkpointer(str(self.folder)) as states:
             found = states.checkpointables_metadata(self.step).metadata["arrays"]
-            self._check(wanted, found)
+            same = self.position.stacks == stacks
+            if same:
+                self._check(wanted, found)
             targets = {
-                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device) for path, leaf in wanted.items()
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+                for path, leaf in (wanted if same else found).items()
             }
             try:
                 arrays = states.load_checkpointables(self.step, {"arrays": targets})["arrays"]
@@ -98,6 +105,10 @@ class SavedState:
                 # orbax leaves the failures of the other leaves behind, and asyncio would print them one by one.
                 logging.getLogger("asyncio").disabled = True
                 raise _damaged(self.folder / str(self.step), error) from error
+        if not same:
+            arrays = regroup(jax.tree.map(np.asarray, arrays), self.position.stacks, stacks, wanted)
+            self._check(wanted, arrays)
+            arrays = jax.tree.map(jnp.asarray, arrays)
         key = jax.random.wrap_key_data(arrays["key"])
         paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
         leaves = [key if path == "key" else arrays[path] for path in paths]

@@ -21,8 +21,10 @@ import train
 from qwen3next.cli import dump_config, load_config, parse
 from qwen3next.config import OptimizerConfig, TrainConfig
 from qwen3next.errors import InputError
+from qwen3next.model import abstract_model
 from qwen3next.monitor import StopRequest
 from qwen3next.optim import optimizer
+from qwen3next.pattern import Pattern, _runs
 from qwen3next.resume import find_run
 from qwen3next.train_state import Position, SavedState, StateWriter, TrainState, latest_state
 
@@ -219,26 +221,32 @@ def test_a_folder_in_use_is_refused(straight):
 
 def make_state(**changes) -> TrainState:
     params, transform = tiny_model(**changes), optimizer(OptimizerConfig(warmup_steps=1), 10)
-    return TrainState(jnp.int32(3), jax.random.key(7), params, transform.init(params))
+    moments = transform.init(params)
+    moments["adam"] = moments["adam"]._replace(mu=tiny_model(seed=1, **changes), nu=tiny_model(seed=2, **changes))
+    return TrainState(jnp.int32(3), jax.random.key(7), params, moments)
 
 
 def save(folder: Path, state: TrainState) -> SavedState:
     with StateWriter(folder, keep=2) as states:
-        states.save(state, Position("", "", {"next_index": 3}, 0))
+        states.save(state, Position("", "", {"next_index": 3}, 0, stacks_of(state)))
     saved = latest_state(folder)
     assert saved is not None and saved.step == 3 and saved.position.data == {"next_index": 3}
     return saved
 
 
-def abstract(state: TrainState) -> TrainState:
-    return jax.eval_shape(lambda: state)
+def stacks_of(state: TrainState) -> dict:
+    return state.params.decoder.pattern.layer_numbers()
+
+
+def restore(saved: SavedState, like: TrainState) -> TrainState:
+    return saved.restore(jax.eval_shape(lambda: like), stacks_of(like))
 
 
 def test_the_last_states_stay_and_the_best(tmp_path):
     with StateWriter(tmp_path, keep=2) as states:
         for step, loss in enumerate((3.0, 1.0, 2.0, None, 5.0, None)):
             state = TrainState(jnp.int32(step), jax.random.key(0), {"x": jnp.ones(2)}, None)
-            states.save(state, Position("", "", {}, 0), loss)
+            states.save(state, Position("", "", {}, 0, {}), loss)
         assert states.best == 1.0
     assert saved_steps(tmp_path) == [1, 4, 5]
     with StateWriter(tmp_path, keep=2) as states:
@@ -248,7 +256,7 @@ def test_the_last_states_stay_and_the_best(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, dtype):
     state = make_state(num_hidden_layers=6, dtype=dtype)
-    again = save(tmp_path, state).restore(abstract(state))
+    again = restore(save(tmp_path, state), state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
         assert a.dtype == b.dtype and bool((a == b).all())
@@ -261,23 +269,44 @@ def test_leaves_are_known_by_their_paths(tmp_path):
     with pytest.raises(
         InputError, match=r"lacks leaves that the config asks for: \d+, the first is optimizer.adam.mu.*bias"
     ):
-        saved.restore(abstract(bias))
+        restore(saved, bias)
     with pytest.raises(InputError, match=r"has leaves without a place .* the first is .*lm_head.weight"):
-        saved.restore(abstract(make_state(tie_word_embeddings=True)))
+        restore(saved, make_state(tie_word_embeddings=True))
     with pytest.raises(InputError, match=r"leaf .*embed_tokens is float32\[64, 32\]; it must be float32\[65, 32\]"):
-        saved.restore(abstract(make_state(vocab_size=65)))
+        restore(saved, make_state(vocab_size=65))
     with pytest.raises(InputError, match=r"leaf .* is float32\[.*\]; it must be bfloat16"):
-        saved.restore(abstract(make_state(dtype="bfloat16")))
+        restore(saved, make_state(dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("layers", [7, 8])
+def test_a_state_moves_to_another_cut_of_the_layers(tmp_path, monkeypatch, request, layers):
+    state = make_state(num_hidden_layers=layers)
+    saved = save(tmp_path, state)
+
+    def one_prefix(kinds):  # no cycle but the last layer
+        return Pattern(_runs(kinds[:-1]), _runs(kinds[-1:]), 1, ())
+
+    monkeypatch.setattr("qwen3next.stack.find_pattern", one_prefix)
+    abstract_model.cache_clear()  # it knows the old cut
+    request.addfinalizer(abstract_model.cache_clear)
+    other = make_state(num_hidden_layers=layers)
+    assert stacks_of(other) != stacks_of(state)
+    moved = restore(saved, other)
+    for tree in (lambda s: s.params, lambda s: s.optimizer["adam"].mu, lambda s: s.optimizer["adam"].nu):
+        for a, b in zip(tree(state).decoder.layers(), tree(moved).decoder.layers(), strict=True):
+            assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+        assert bool((tree(state).embed_tokens == tree(moved).embed_tokens).all())
+    assert int(moved.step) == 3 and int(moved.optimizer["adam"].count) == int(state.optimizer["adam"].count)
+    with pytest.raises(InputError, match=r"lacks .*layers\.3\..*bias, which the config asks for"):
+        restore(saved, make_state(num_hidden_layers=layers, attention_bias=True))
 
 
 def test_the_state_is_not_what_a_later_step_made_of_its_buffers(tmp_path):
     """The save runs in the background, on a CPU from the very buffers that the next step is given to reuse."""
-    state, like = make_state(vocab_size=4096), abstract(make_state(vocab_size=4096))
-    before = jax.tree.map(
-        lambda leaf: np.array(jax.random.key_data(leaf) if leaf.dtype == like.key.dtype else leaf), state
-    )
+    state = make_state(vocab_size=4096)
+    before, stacks = jax.tree.map(np.array, state.params), stacks_of(state)
     with StateWriter(tmp_path, keep=2) as states:
-        states.save(state, Position("", "", {}, 0))
+        states.save(state, Position("", "", {}, 0, stacks))
         double = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
         params = state.params
         for _ in range(20):
@@ -285,7 +314,8 @@ def test_the_state_is_not_what_a_later_step_made_of_its_buffers(tmp_path):
         jax.block_until_ready(params)
     saved = latest_state(tmp_path)
     assert saved is not None
-    for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(saved.restore(like).params), strict=True):
+    after = restore(saved, make_state(vocab_size=4096)).params
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert np.array_equal(a, b)
 
 
@@ -295,7 +325,7 @@ def test_a_damaged_state_is_named(tmp_path):
     data = max((tmp_path / "states" / "3" / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(InputError, match=r"states/3 is damaged .*; remove it to go on from the state before"):
-        saved.restore(abstract(make_state()))
+        restore(saved, make_state())
     (tmp_path / "states" / "3" / "_CHECKPOINT_METADATA").write_text("{")
     with pytest.raises(InputError, match=r"states/3 is damaged"):
         latest_state(tmp_path)
