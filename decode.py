@@ -11,22 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO, get_args
+from typing import TextIO, get_args
 
 import numpy as np
 
 from qwen3next.checkpoint import Checkpoint, load_checkpoint
 from qwen3next.config import Dtype
-from qwen3next.errors import InputError, exit_on_input_error
+from qwen3next.errors import InputError, Parser, exit_on_input_error
 from qwen3next.generate import generate
 from qwen3next.tokenizer import Tokenizer
-
-
-class Parser(argparse.ArgumentParser):
-    """Faults end in one line, as everywhere in this project."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; {self.prog} --help lists what is allowed")
 
 
 def parse_ids(text: str) -> list[int]:

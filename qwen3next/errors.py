@@ -1,10 +1,11 @@
 """The one exception that means "the input is wrong", as opposed to a fault of ours."""
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import NoReturn, get_args
 
 
 class InputError(ValueError):
@@ -37,3 +38,10 @@ def exit_on_input_error() -> Iterator[None]:
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose faults are bad input like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; {self.prog} --help lists what is allowed")

@@ -68,20 +68,18 @@ def table(model: Qwen3Next) -> Iterator[Leaf]:
 class Plan:
     """A checkpoint folder as its headers tell of it: no tensor has been read.
 
-    `leaves` name published tensors, and `tensors` says where each lies. `extra` are the `mtp.*` tensors. `head` is an
-    `lm_head` beside the embedding of a config that ties the two: `decide_tie` compares them.
+    `leaves` name published tensors, and `tensors` says where each lies. `faults`: why it cannot be read, a line a
+    tensor. `extra` are the `mtp.*` tensors. `head` is an `lm_head` beside the embedding of a config that ties the two:
+    `decide_tie` compares them.
     """
 
     folder: Path
     config: ModelConfig
     leaves: tuple[Leaf, ...]
     tensors: dict[str, Stored]
+    faults: list[str]
     extra: dict[str, Stored]
     head: Stored | None = None
-
-    def faults(self) -> list[str]:
-        """Why it cannot be read: a line a tensor that is missing, unknown, or of a wrong shape or dtype."""
-        return find_faults(self.folder, self.leaves, self.tensors)
 
 
 def _take_apart(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
@@ -121,7 +119,8 @@ def plan_pretrained(folder: str | Path) -> Plan:
     head = tensors.pop(HEAD, None) if config.tie_word_embeddings else None
     if head is not None and EMBED not in tensors:  # alone, it is the embedding too
         tensors[EMBED], head = head, None
-    return Plan(folder, config, tuple(table(abstract_model(config))), tensors, extra, head)
+    leaves = tuple(table(abstract_model(config)))
+    return Plan(folder, config, leaves, tensors, find_faults(folder, leaves, tensors), extra, head)
 
 
 def decide_tie(plan: Plan) -> Plan:
@@ -140,7 +139,7 @@ def decide_tie(plan: Plan) -> Plan:
         return dataclasses.replace(plan, head=None)
     config = dataclasses.replace(plan.config, tie_word_embeddings=False)
     leaves, tensors = tuple(table(abstract_model(config))), plan.tensors | {HEAD: head}
-    return dataclasses.replace(plan, config=config, leaves=leaves, tensors=tensors, head=None)
+    return Plan(plan.folder, config, leaves, tensors, find_faults(plan.folder, leaves, tensors), plan.extra)
 
 
 def load_pretrained(
@@ -161,9 +160,9 @@ def load_pretrained(
     cut short, or, unless `allow_nonfinite`, holds NaN or infinity.
     """
     plan = plan_pretrained(folder)
-    require_no(plan.faults())
+    require_no(plan.faults)
     plan = decide_tie(plan)
-    require_no(plan.faults())
+    require_no(plan.faults)
     config = plan.config if dtype is None else dataclasses.replace(plan.config, dtype=dtype)
     total = sum(plan.tensors[name].nbytes for leaf in plan.leaves for _, name in leaf.parts())
     with transfer(f"reading {folder}", total, summary=False) as advance:

@@ -1,6 +1,7 @@
 """Hugging Face `config.json` and `ModelConfig`, both ways: transformers 4 and 5 spell it differently."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,25 @@ def _interval(kinds: list[str]) -> dict[str, int]:
     return {"full_attention_interval": interval} if regular else {}
 
 
-def config_values(config: ModelConfig, end_of_text: tuple[int, ...] = ()) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 both read as this config: what they spell differently stands twice."""
+def _rope_values(config: ModelConfig) -> dict[str, Any]:
+    """`rope_parameters`, with what a version asks for, or works out in its own way, said outright."""
+    kind, longest = config.rope_parameters.rope_type, config.max_position_embeddings
     rope = {name: value for name, value in dataclasses.asdict(config.rope_parameters).items() if value is not None}
     if rope["truncate"]:
         del rope["truncate"]
+    if kind in ("yarn", "llama3"):
+        rope.setdefault("original_max_position_embeddings", longest)
+    if kind == "yarn":
+        rope.setdefault("factor", longest / rope["original_max_position_embeddings"])
+    if kind == "longrope" and "factor" in rope:
+        original = rope.get("original_max_position_embeddings", longest)
+        rope.setdefault("attention_factor", math.sqrt(1 + math.log(rope["factor"]) / math.log(original)))
+    return rope
+
+
+def config_values(config: ModelConfig, end_of_text: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 both read as this config: what they spell differently stands twice."""
+    rope = _rope_values(config)
     beside = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
     scaling = {name: value for name, value in rope.items() if name not in beside}
     if config.rope_parameters.rope_type == "longrope" and "original_max_position_embeddings" in rope:

@@ -39,6 +39,11 @@ class Leaf(NamedTuple):
         for at in np.ndindex(self.tensors.shape):
             yield at, str(self.tensors[at])
 
+    def cut(self, whole: Stored) -> Iterator[tuple[str, Stored]]:
+        """The name of each tensor, and where it lies in a file that holds the leaf as one."""
+        for at, name in self.parts():
+            yield name, whole.part(at)
+
 
 def leaves_by_path(model: Qwen3Next) -> list[Leaf]:
     """Each leaf of the (abstract) model as one tensor that is named by its path: a run's own spelling."""

@@ -1,6 +1,7 @@
 """The language model: embedding, decoder, final norm, head."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -79,6 +80,7 @@ class Qwen3Next(eqx.Module):
             return jnp.einsum("...h,vh->...v", states, head.astype(states.dtype))
 
 
+@functools.lru_cache(maxsize=16)
 def abstract_model(config: ModelConfig) -> Qwen3Next:
     """The model's tree with shapes and dtypes in place of arrays: nothing is allocated, whatever the size."""
     return eqx.filter_eval_shape(Qwen3Next, config, key=jax.random.key(0))

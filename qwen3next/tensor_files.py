@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        return FLOATS[self.kind]
+        return np.dtype(np.uint8) if self.kind == "U8" else FLOATS[self.kind]
 
     @property
     def size(self) -> int:
@@ -153,7 +153,7 @@ def _all_finite(values: np.ndarray, kind: str) -> bool:
     signed, limit = _EXPONENTS[kind]
     bits = values.view(signed)
     sign = 1 << (8 * bits.itemsize - 1)
-    return bits.max() < limit and int(bits.view(f"u{bits.itemsize}").max()) < (limit | sign)
+    return int(bits.max()) < limit and int(bits.view(f"u{bits.itemsize}").max()) < limit | sign
 
 
 def read(
@@ -168,9 +168,9 @@ def read(
     Where the dtypes agree the bytes go straight into `out`. `advance` is told of the bytes read. `InputError` for a
     file that ends too early, and, unless allowed, for NaN or infinity, whether stored or made by the cast.
     """
-    flat, direct = out.reshape(-1), stored.kind == "U8" or out.dtype == stored.dtype
+    flat, direct = out.reshape(-1), out.dtype == stored.dtype
     assert out.flags.c_contiguous and flat.size == stored.size
-    step = CHUNK // (1 if stored.kind == "U8" else stored.dtype.itemsize)
+    step = CHUNK // stored.dtype.itemsize
     spare = None if direct else np.empty(min(step, flat.size), stored.dtype)
     try:
         with stored.file.open("rb", buffering=0) as stream:

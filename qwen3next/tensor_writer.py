@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next.errors import InputError, require
-from qwen3next.tensor_files import INDEX, SINGLE, Stored, kind_of
+from qwen3next.tensor_files import INDEX, SINGLE, Stored, kind_of, read
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -118,12 +118,20 @@ def write_index(folder: Path, layout: Layout) -> None:
 
 def write(stored: Stored, array: np.ndarray) -> None:
     """Writes a tensor, of any strides, to its place in a file that `Layout.create` has made."""
-    assert array.size == stored.size and (stored.kind == "U8" or array.dtype == stored.dtype)
+    assert array.size == stored.size and array.dtype == stored.dtype
     view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     with stored.file.open("r+b", buffering=0) as stream:
         stream.seek(stored.offset)
         while view:
             view = view[stream.write(view) :]
+
+
+def copy(source: Stored, target: Stored, **reading: Any) -> None:
+    """From one place to another, cast if the dtypes differ; `reading` are options of `tensor_files.read`."""
+    for here, there in zip(source.chunks(), target.chunks(), strict=True):
+        chunk = np.empty(there.shape, there.dtype)
+        read(here, chunk, **reading)
+        write(there, chunk)
 
 
 @contextmanager

@@ -117,6 +117,22 @@ class HFTokenizer(Tokenizer):
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
 
+def byte_tokenizer_for_others() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` as a Hugging Face tokenizer of the same ids; the end of a text is the special `<|endoftext|>`.
+
+    A text that spells the latter out gets the token, as with any Hugging Face tokenizer: that is the one difference.
+    Byte-level tokenizers write a byte as a printable letter: itself, or for the 68 others one from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT_NAMES[0]])
+    return tokenizer
+
+
 def load_tokenizer(spec: str, end_of_text: int | None = None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a `tokenizer.json`. Raises `InputError`."""
     if spec != "bytes":

@@ -3,18 +3,31 @@
 import collections
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from common import as_users_run, layers_of
-from safetensors.numpy import load_file, save_file
+from common import as_users_run
+from folders import (
+    DATA,
+    EMBED,
+    FUSED,
+    HEAD,
+    KEY,
+    PLAIN,
+    TIED,
+    UP,
+    check_model,
+    damaged,
+    fuse,
+    one_line,
+    read_tensors,
+    write_folder,
+)
 
 from qwen3next.config import ModelConfig, RopeParameters
 from qwen3next.errors import InputError
@@ -23,10 +36,6 @@ from qwen3next.hf_config import model_config, read_config, read_end_of_text
 from qwen3next.model import abstract_model
 from qwen3next.rotary import frequencies
 from qwen3next.tree import leaf_path
-
-DATA = Path(__file__).parent / "data"
-PLAIN = DATA / "golden_extra" / "w_longrope_dynamic"  # the smallest: two layers
-TIED = DATA / "golden" / "d_tied"
 
 # Qwen/Qwen3-Next-80B-A3B-Instruct, as published: the spelling of transformers 4.
 PUBLISHED: dict[str, Any] = {
@@ -79,13 +88,6 @@ def _in_version_5(values: dict[str, Any]) -> dict[str, Any]:
     kinds = [("linear" if (i + 1) % 4 else "full") + "_attention" for i in range(values["num_hidden_layers"])]
     rope = {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"}
     return kept | {"rope_parameters": rope, "dtype": "bfloat16", "layer_types": kinds}
-
-
-def _one_line(error: pytest.ExceptionInfo[InputError], *words: Any) -> None:
-    message = str(error.value)
-    assert "\n" not in message
-    for word in words:
-        assert str(word) in message, f"{word!r} is not in {message!r}"
 
 
 # --- Config
@@ -191,7 +193,7 @@ def test_configs_that_are_refused(tmp_path, values, words):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with as_users_run(), pytest.raises(InputError) as error:
         read_config(tmp_path)
-    _one_line(error, tmp_path / "config.json", *words)
+    one_line(error, tmp_path / "config.json", *words)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '"text"', "\udcff"])
@@ -200,7 +202,7 @@ def test_config_files_that_are_refused(tmp_path, content):
         (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(InputError) as error:
         read_config(tmp_path)
-    _one_line(error, tmp_path / "config.json")
+    one_line(error, tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -257,87 +259,20 @@ def _published_names(kinds: list[str], experts: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(48, 512), (50, 8), (3, 8)])
-def test_tensor_names(monkeypatch, layers, experts):
+def test_tensor_names(layers, experts):
+    """The table's two sides are the model's tree and the published layout: nothing missing, nothing more."""
     values = PUBLISHED | {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": 2}
     kinds = (["linear"] * 3 + ["full"]) * 13
     model = abstract_model(model_config(values))
-    # Worked out once: under the type checks the property costs a millisecond, and 74,000 names ask for it.
-    monkeypatch.setattr(ModelConfig, "layer_kinds", model.config.layer_kinds)
-    names = [str(name) for leaf in table(model) for name in leaf.tensors.flat]
+    leaves = list(table(model))
+    ours = [(leaf_path(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(model)]
+    assert [(leaf.path, leaf.shape) for leaf in leaves] == ours
+    assert all(leaf.shape[: leaf.tensors.ndim] == leaf.tensors.shape for leaf in leaves)
+    names = [str(name) for leaf in leaves for name in leaf.tensors.flat]
     assert collections.Counter(names) == collections.Counter(_published_names(kinds[:layers], experts))
 
 
 # --- Tensors
-
-
-def _read(folder: Path) -> dict[str, np.ndarray]:
-    """All published tensors of a folder, fused experts taken apart."""
-    files = sorted(folder.glob("model*.safetensors"))
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    tensors = {}
-    for name, tensor in stored.items():
-        if match := re.fullmatch(r"(.+\.experts)\.gate_up_proj", name):
-            for expert, both in enumerate(tensor):
-                gate, up = np.split(both, 2)
-                tensors |= {f"{match[1]}.{expert}.gate_proj.weight": gate, f"{match[1]}.{expert}.up_proj.weight": up}
-        elif match := re.fullmatch(r"(.+\.experts)\.down_proj", name):
-            tensors |= {f"{match[1]}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
-        else:
-            tensors[name] = tensor
-    return tensors
-
-
-def _fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The experts of each layer in two tensors."""
-    fused, experts = {}, collections.defaultdict(dict)
-    for name, tensor in tensors.items():
-        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
-            experts[match[1]][int(match[2]), match[3]] = tensor
-        else:
-            fused[name] = tensor
-    for path, found in experts.items():
-        each = range(len(found) // 3)
-        fused[f"{path}.gate_up_proj"] = np.stack([np.concatenate([found[e, "gate"], found[e, "up"]]) for e in each])
-        fused[f"{path}.down_proj"] = np.stack([found[e, "down"] for e in each])
-    return fused
-
-
-def _write(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any], shards: int = 0) -> Path:
-    """A checkpoint: one file, or `shards` of them with neighbouring tensors far apart, and an index."""
-    (folder / "config.json").write_text(json.dumps(config))
-    if not shards:
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-    files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
-    weight_map = {name: files[place % shards] for place, name in enumerate(tensors)}
-    for file in files:
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
-
-
-def _check(model: Any, tensors: dict[str, np.ndarray]) -> None:
-    """Each tensor is bit for bit where its name says it belongs, and no parameter is without one."""
-    layers = layers_of(model)
-    outside = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm.weight}
-    if model.lm_head is not None:
-        outside["lm_head.weight"] = model.lm_head.weight
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == sum(tensor.size for tensor in tensors.values())
-    for name, tensor in tensors.items():
-        if name in outside:
-            np.testing.assert_array_equal(outside[name], tensor, err_msg=name)
-            continue
-        index, *path = name.split(".")[2:]
-        node: Any = layers[int(index)]
-        expert = None
-        for part in path:
-            if part.isdigit():
-                expert = int(part)
-            elif not eqx.is_array(node):
-                node = getattr(node, re.sub("(linear|self)_attn", "mixer", part))
-        node = np.asarray(node if expert is None else node[expert])
-        assert node.dtype == tensor.dtype, name
-        np.testing.assert_array_equal(node, tensor, err_msg=name)
 
 
 FOLDERS = ("a_cycle4_8l", "c_sharded", "d_tied", "g_dense_mix", "x_fused_experts")
@@ -346,117 +281,104 @@ EXTRA = ("y_bias_yarn", "z_odd_order")  # hidden size 2 x, and 1 x, the experts'
 
 @pytest.mark.parametrize("path", [f"golden/{name}" for name in FOLDERS] + [f"golden_extra/{name}" for name in EXTRA])
 def test_every_tensor_is_in_its_place(path):
-    _check(load_pretrained(DATA / path), _read(DATA / path))
+    check_model(load_pretrained(DATA / path), read_tensors(DATA / path))
 
 
 @pytest.mark.parametrize("shards", [0, 3])
 @pytest.mark.parametrize("path", ["golden/b_remainder_6l", "golden_extra/y_bias_yarn", "golden_extra/z_odd_order"])
 def test_fused_and_sharded(tmp_path, path, shards):
-    tensors, config = _read(DATA / path), json.loads((DATA / path / "config.json").read_text())
-    _check(load_pretrained(_write(tmp_path, _fuse(tensors), config, shards)), tensors)
+    tensors, config = read_tensors(DATA / path), json.loads((DATA / path / "config.json").read_text())
+    check_model(load_pretrained(write_folder(tmp_path, fuse(tensors), config, shards)), tensors)
 
 
 @pytest.mark.parametrize("shards", [0, 3])
 def test_the_extra_prediction_head_is_not_read(tmp_path, shards):
-    tensors, config = _read(PLAIN), json.loads((PLAIN / "config.json").read_text())
+    tensors, config = read_tensors(PLAIN), json.loads((PLAIN / "config.json").read_text())
     more = {
         name: np.ones((2, 3), np.float32) for name in ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight")
     }
-    _check(load_pretrained(_write(tmp_path, more | tensors, config, shards)), tensors)
+    check_model(load_pretrained(write_folder(tmp_path, more | tensors, config, shards)), tensors)
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16", None])
 def test_dtypes(tmp_path, stored, wanted):
     """What is stored stays unless a dtype is asked for, whatever the config says; decay is not cast down."""
-    tensors = {name: tensor.astype(stored) for name, tensor in _read(PLAIN).items()}
+    tensors = {name: tensor.astype(stored) for name, tensor in read_tensors(PLAIN).items()}
     config = json.loads((PLAIN / "config.json").read_text()) | {"dtype": "bfloat16"}
-    model = load_pretrained(_write(tmp_path, tensors, config), wanted)
+    model = load_pretrained(write_folder(tmp_path, tensors, config), wanted)
     for name, tensor in tensors.items():
         decays = name.endswith(("A_log", "dt_bias"))
         tensors[name] = tensor.astype(stored if wanted is None else np.float32 if decays else np.dtype(wanted))
-    _check(model, tensors)
+    check_model(model, tensors)
     assert model.config.dtype == (wanted or "bfloat16")
 
 
 def test_dtypes_that_differ_in_a_stack_become_float32(tmp_path):
-    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in _read(DATA / "golden" / "d_tied").items()}
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in read_tensors(TIED).items()}
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     tensors[name] = tensors[name].astype(np.float32) * np.float32(1.001)
-    model = load_pretrained(_write(tmp_path, tensors, json.loads((TIED / "config.json").read_text())))
+    model = load_pretrained(write_folder(tmp_path, tensors, json.loads((TIED / "config.json").read_text())))
     wide = {leaf_path(path) for path, leaf in jax.tree.leaves_with_path(model) if leaf.dtype == jnp.float32}
     assert len(wide) == 1 and next(iter(wide)).endswith("mlp.experts.up_proj")
     for leaf, array in zip(table(model), jax.tree.leaves(model), strict=True):
         if leaf.path in wide:
             tensors |= {name: tensors[name].astype(np.float32) for _, name in leaf.parts()}
         assert array.dtype == tensors[str(leaf.tensors.flat[0])].dtype
-    _check(model, tensors)
-
-
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+    check_model(model, tensors)
 
 
 def _tied(tmp_path: Path, **changes: np.ndarray | None) -> Any:
-    tensors = _read(TIED) | {{"embed": EMBED, "head": HEAD}[name]: value for name, value in changes.items()}
+    tensors = read_tensors(TIED) | {{"embed": EMBED, "head": HEAD}[name]: value for name, value in changes.items()}
     config = json.loads((TIED / "config.json").read_text())
-    return _write(tmp_path, {name: value for name, value in tensors.items() if value is not None}, config)
+    return write_folder(tmp_path, {name: value for name, value in tensors.items() if value is not None}, config)
 
 
 def test_tied_with_a_head_alone(tmp_path):
-    head = _read(TIED)[EMBED] + 1
+    head = read_tensors(TIED)[EMBED] + 1
     model = load_pretrained(_tied(tmp_path, embed=None, head=head))
     assert model.lm_head is None and model.config.tie_word_embeddings
     np.testing.assert_array_equal(model.embed_tokens, head)
 
 
 def test_tied_with_two_equal_tensors(tmp_path):
-    model = load_pretrained(_tied(tmp_path, head=_read(TIED)[EMBED]))
+    model = load_pretrained(_tied(tmp_path, head=read_tensors(TIED)[EMBED]))
     assert model.lm_head is None and model.config.tie_word_embeddings
-    _check(model, _read(TIED))
+    check_model(model, read_tensors(TIED))
 
 
 def test_tied_with_two_different_tensors(tmp_path):
-    head = _read(TIED)[EMBED].copy()
+    head = read_tensors(TIED)[EMBED].copy()
     head[-1, -1] += 1
     model = load_pretrained(_tied(tmp_path, head=head))
     assert model.lm_head is not None and not model.config.tie_word_embeddings
-    _check(model, _read(TIED) | {HEAD: head})
+    check_model(model, read_tensors(TIED) | {HEAD: head})
 
 
 def test_tied_with_neither(tmp_path):
     with pytest.raises(InputError) as error:
         load_pretrained(_tied(tmp_path, embed=None))
-    _one_line(error, EMBED, "missing")
+    one_line(error, EMBED, "missing")
 
 
 # --- Damage
-
-KEY, UP = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.experts.3.up_proj.weight"
-FUSED = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def _damaged(folder: Path, damage: Any, *, fused: bool = False, shards: int = 0) -> Path:
-    tensors = _read(PLAIN)
-    tensors = _fuse(tensors) if fused else tensors
-    damage(tensors)
-    return _write(folder, tensors, json.loads((PLAIN / "config.json").read_text()), shards)
 
 
 @pytest.mark.parametrize("shards", [0, 2])
 @pytest.mark.parametrize("name", [KEY, UP, EMBED, HEAD, "model.layers.0.linear_attn.A_log", "model.norm.weight"])
 def test_a_missing_tensor_is_named(tmp_path, name, shards):
-    folder = _damaged(tmp_path, lambda tensors: tensors.pop(name), shards=shards)
+    folder = damaged(tmp_path, lambda tensors: tensors.pop(name), shards=shards)
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, name, "missing")
+    one_line(error, name, "missing")
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "model.layers.1.self_attn.k_proj.bias", "x"])
 def test_an_unknown_tensor_is_named(tmp_path, name):
-    folder = _damaged(tmp_path, lambda tensors: tensors.update({name: np.zeros(16, np.float32)}))
+    folder = damaged(tmp_path, lambda tensors: tensors.update({name: np.zeros(16, np.float32)}))
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, folder, name)
+    one_line(error, folder, name)
 
 
 @pytest.mark.parametrize(
@@ -471,39 +393,39 @@ def test_an_unknown_tensor_is_named(tmp_path, name):
     ],
 )
 def test_a_tensor_of_a_wrong_shape_is_named(tmp_path, name, change):
-    before = _read(PLAIN)[name].shape
-    after = change(_read(PLAIN)[name]).shape
-    folder = _damaged(tmp_path, lambda all: all.update({name: np.ascontiguousarray(change(all[name]))}))
+    before = read_tensors(PLAIN)[name].shape
+    after = change(read_tensors(PLAIN)[name]).shape
+    folder = damaged(tmp_path, lambda all: all.update({name: np.ascontiguousarray(change(all[name]))}))
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, folder / "model.safetensors", name, before, after)
+    one_line(error, folder / "model.safetensors", name, before, after)
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:-1], lambda t: t[:, :-1], lambda t: np.swapaxes(t, 1, 2)])
 def test_a_fused_tensor_of_a_wrong_shape_is_named(tmp_path, change):
     damage = lambda all: all.update({FUSED: np.ascontiguousarray(change(all[FUSED]))})  # noqa: E731
     with pytest.raises(InputError) as error:
-        load_pretrained(_damaged(tmp_path, damage, fused=True))
-    _one_line(error, FUSED)
+        load_pretrained(damaged(tmp_path, damage, fused=True))
+    one_line(error, FUSED)
 
 
 def test_a_missing_shard_is_named(tmp_path):
-    folder = _damaged(tmp_path, lambda tensors: None, shards=3)
+    folder = damaged(tmp_path, lambda tensors: None, shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, folder / "model-00002-of-00003.safetensors")
+    one_line(error, folder / "model-00002-of-00003.safetensors")
 
 
 def test_an_index_that_promises_too_much_is_named(tmp_path):
-    folder = _damaged(tmp_path, lambda tensors: None, shards=3)
+    folder = damaged(tmp_path, lambda tensors: None, shards=3)
     index = folder / "model.safetensors.index.json"
     held = json.loads(index.read_text())
     held["weight_map"]["model.layers.9.x"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(held))
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, index, "model.layers.9.x", "model-00001-of-00003.safetensors")
+    one_line(error, index, "model.layers.9.x", "model-00001-of-00003.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -519,32 +441,32 @@ def test_an_index_that_promises_too_much_is_named(tmp_path):
     ],
 )
 def test_an_index_that_is_none_is_named(tmp_path, content, named):
-    folder = _damaged(tmp_path, lambda tensors: None, shards=2)
+    folder = damaged(tmp_path, lambda tensors: None, shards=2)
     (folder / "model.safetensors.index.json").write_text(content)
     with as_users_run(), pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, named)
+    one_line(error, named)
 
 
 def test_a_tensor_that_the_index_leaves_out_is_named(tmp_path):
-    folder = _damaged(tmp_path, lambda tensors: None, shards=3)
+    folder = damaged(tmp_path, lambda tensors: None, shards=3)
     index = folder / "model.safetensors.index.json"
     held = json.loads(index.read_text())
     del held["weight_map"][KEY]
     index.write_text(json.dumps(held))
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, index, KEY)
+    one_line(error, index, KEY)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
 def test_a_truncated_file_is_named(tmp_path, keep):
-    folder = _damaged(tmp_path, lambda tensors: None)
+    folder = damaged(tmp_path, lambda tensors: None)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(InputError) as error:
         load_pretrained(folder)
-    _one_line(error, file)
+    one_line(error, file)
 
 
 def test_folders_without_a_checkpoint(tmp_path):
@@ -552,16 +474,16 @@ def test_folders_without_a_checkpoint(tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(InputError) as error:
             load_pretrained(folder)
-        _one_line(error, folder, "not a folder")
+        one_line(error, folder, "not a folder")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError) as error:
         load_pretrained(tmp_path)
-    _one_line(error, tmp_path, "no checkpoint", "model.safetensors")
+    one_line(error, tmp_path, "no checkpoint", "model.safetensors")
 
 
 def test_a_folder_without_a_config(tmp_path):
-    _damaged(tmp_path, lambda tensors: None)
+    damaged(tmp_path, lambda tensors: None)
     (tmp_path / "config.json").unlink()
     with pytest.raises(InputError) as error:
         load_pretrained(str(tmp_path))
-    _one_line(error, tmp_path / "config.json")
+    one_line(error, tmp_path / "config.json")
