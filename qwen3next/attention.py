@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.cache import AttentionCache
@@ -44,12 +45,14 @@ class GatedAttention(AbstractMixer[AttentionCache]):
         self, x: Float[Array, "batch seq hidden"], context: Context, cache: AttentionCache | None
     ) -> tuple[Float[Array, "batch seq hidden"], AttentionCache | None]:
         c, (batch, seq, _) = self.config, x.shape
+        heads = (batch, seq, c.num_attention_heads, -1)
         with jax.named_scope("projections"):
-            q, gate = jnp.split(self.q_proj(x).reshape(batch, seq, c.num_attention_heads, -1), 2, axis=-1)
-            k = self.k_proj(x).reshape(batch, seq, c.num_key_value_heads, c.head_dim)
-            v = self.v_proj(x).reshape(batch, seq, c.num_key_value_heads, c.head_dim)
+            q, gate = jnp.split(checkpoint_name(self.q_proj(x), "q_proj").reshape(*heads), 2, axis=-1)
+            k = checkpoint_name(self.k_proj(x), "k_proj").reshape(batch, seq, c.num_key_value_heads, c.head_dim)
+            v = checkpoint_name(self.v_proj(x), "v_proj").reshape(batch, seq, c.num_key_value_heads, c.head_dim)
             q = rotate(self.q_norm(q), context.cos, context.sin)
             k = rotate(self.k_norm(k), context.cos, context.sin)
+            q, k = (checkpoint_name(y, "attention_qk") for y in (q, k))
         if cache is not None and context.slots is not None:
             at = (0, context.slots.offset, 0, 0)
             k = jax.lax.dynamic_update_slice(cache.key, k, at)
@@ -58,5 +61,6 @@ class GatedAttention(AbstractMixer[AttentionCache]):
         with jax.named_scope("attention"), jax.numpy_dtype_promotion("standard"):  # jax's own code counts on it
             mask = context.attention_mask(seq)[:, None]
             out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=c.head_dim**-0.5)
+            out = checkpoint_name(out, "attention_out")
         out = (out * jax.nn.sigmoid(gate)).reshape(batch, seq, -1)
         return self.o_proj(out), cache

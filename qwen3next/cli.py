@@ -13,6 +13,7 @@ import tyro
 
 from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, require
+from qwen3next.remat import Remat
 from qwen3next.structure import structure
 
 # A model's sizes are never taken from a default: these keys must stand in the file.
@@ -42,6 +43,9 @@ def parse_config(text: str, name: str) -> TrainConfig:
         if isinstance(model, dict):
             missing = [f"model.{key}" for key in _REQUIRED if key not in model]
             require(not missing, f"required keys are missing: {', '.join(missing)}")
+        compute = values.get("compute")
+        if isinstance(compute, dict) and isinstance(compute.get("remat"), str):
+            compute["remat"] = dataclasses.asdict(Remat.of(compute["remat"]))
         return structure(values, TrainConfig)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
@@ -84,6 +88,21 @@ def _override(config: TrainConfig, args: list[str], program: str) -> TrainConfig
         raise InputError(" ".join(told)) from stop
 
 
+def _spell_out(args: list[str]) -> list[str]:
+    """Short forms as the flags of fields: `--resume X`, and `--compute.remat PLACEMENT/POLICY`."""
+    args, spelt = [part for arg in args for part in ([arg] if arg[:2] != "--" else arg.split("=", 1))], []
+    while args:
+        arg, *args = args
+        if arg == "--compute.remat" and args:
+            remat, *args = Remat.of(args[0]), *args[1:]
+            barrier = "barrier" if remat.barrier else "no-barrier"
+            spelt += ["--compute.remat.placement", remat.placement, "--compute.remat.policy", remat.policy]
+            spelt.append(f"--compute.remat.{barrier}")
+        else:
+            spelt.append("--run.resume" if arg == "--resume" else arg)
+    return spelt
+
+
 def parse(argv: list[str]) -> TrainConfig:
     """`PROGRAM CONFIG.toml [--a.b value ...]`; `--help` after CONFIG shows its values as the defaults."""
     program, *args = argv
@@ -95,6 +114,4 @@ def parse(argv: list[str]) -> TrainConfig:
             )
             sys.exit(0)
         raise InputError(f"the first argument must be a config, {usage} [--section.key value ...]")
-    # The one word that is typed often has a short form.
-    overrides = [f"--run.{arg[2:]}" if arg.split("=")[0] == "--resume" else arg for arg in args[1:]]
-    return _override(load_config(Path(args[0])), overrides, usage)
+    return _override(load_config(Path(args[0])), _spell_out(args[1:]), usage)

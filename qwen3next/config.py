@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from qwen3next.errors import require, require_choice, require_positive
+from qwen3next.remat import Remat
 
 MixerKind = Literal["linear_attention", "full_attention"]
 MlpKind = Literal["moe", "dense"]
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Dtype = Literal["float32", "bfloat16"]  # of computation
 StoredDtype = Literal["float32", "bfloat16", "float16"]  # of parameters
-Placement = Literal["none", "block", "layer", "both"]
 Dispatch = Literal["auto", "dense", "blocks", "ragged"]
 Resume = Literal["auto", "never", "must"]
 
@@ -218,21 +218,6 @@ class ModelConfig:
             return "moe" if sparse and (index + 1) % self.decoder_sparse_step == 0 else "dense"
 
         return tuple(LayerKind(mixer(i), mlp(i)) for i in range(self.num_hidden_layers))
-
-
-@dataclass(frozen=True)
-class Remat:
-    """Where activations are recomputed in the backward pass.
-
-    `block`: a cycle of layers is one unit. `layer`: each layer is one unit. `both`: a layer inside a cycle.
-    `barrier` keeps loops of one iteration in the compiled program, so that the compiler cannot merge their bodies.
-    """
-
-    placement: Placement = "layer"
-    barrier: bool = True
-
-    def __post_init__(self) -> None:
-        require_choice("compute.remat.placement", self.placement, Placement)
 
 
 @dataclass(frozen=True)

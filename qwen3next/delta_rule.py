@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 _BASE = 8  # below this size the inverse doubles under a mask: tiny products cost more than they compute
@@ -54,7 +55,7 @@ def unit_triangular_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[
 
 
 def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = _inverse(lower)
+    inverse = checkpoint_name(_inverse(lower), "chunk_inverse")  # here, for it is the derivative's residual
     return inverse, inverse
 
 
@@ -130,7 +131,8 @@ def _chunked(
 
     def step(m: Array, xs: tuple[Array, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         writes, reads, to_state, across = xs
-        delta = writes - reads @ m
+        m = checkpoint_name(m, "chunk_states")
+        delta = checkpoint_name(writes - reads @ m, "chunk_deltas")
         return across * m + jnp.einsum("...ck,...cv->...kv", to_state, delta), (m, delta)
 
     # The loop does no more than must be serial: each chunk's outputs follow from its first state and its deltas.

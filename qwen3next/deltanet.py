@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.cache import DeltaNetCache
@@ -86,9 +87,9 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         c, shape = self.config, x.shape[:2]
         key, value = c.linear_key_head_dim, c.linear_value_head_dim
         repeats = c.linear_num_value_heads // c.linear_num_key_heads
-        qkvz = self.in_proj_qkvz(x).reshape(*shape, c.linear_num_key_heads, -1)
+        qkvz = checkpoint_name(self.in_proj_qkvz(x), "qkvz_proj").reshape(*shape, c.linear_num_key_heads, -1)
         *qkv, z = jnp.split(qkvz, (key, 2 * key, 2 * key + repeats * value), axis=-1)
-        ba = self.in_proj_ba(x).reshape(*shape, c.linear_num_key_heads, 2 * repeats)
+        ba = checkpoint_name(self.in_proj_ba(x), "ba_proj").reshape(*shape, c.linear_num_key_heads, 2 * repeats)
         b, a = (part.reshape(*shape, -1) for part in jnp.split(ba, 2, axis=-1))
         flat = jnp.concatenate([part.reshape(*shape, -1) for part in qkv], axis=-1)
         return flat, z.reshape(*shape, -1, value), b, a
@@ -102,17 +103,20 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
             inputs, z, b, a = self._project(x)
         with jax.named_scope("convolution"):
             mixed, window = short_convolution(inputs, self.conv1d, None if cache is None else cache.conv, packing)
+            mixed = checkpoint_name(mixed, "conv_out")
             q, k, v = jnp.split(jax.nn.silu(mixed), (c.key_dim, 2 * c.key_dim), axis=-1)
         with jax.named_scope("delta_rule"):
             heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
             q = l2_norm(q.reshape(heads)) * c.linear_key_head_dim**-0.5
             k = l2_norm(k.reshape(heads))
+            q, k = (checkpoint_name(y, "delta_qk") for y in (q, k))
             v = v.reshape(batch, seq, c.linear_num_value_heads, -1).astype(jnp.float32)
             beta = jax.nn.sigmoid(b).astype(jnp.float32)
             rate = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
             g = -jnp.exp(self.A_log.astype(jnp.float32)) * rate
             if packing is not None:  # padding neither decays the state nor writes to it
                 g, beta = (jnp.where(packing.real[..., None], y, 0) for y in (g, beta))
+            g, beta = (checkpoint_name(y, "delta_gates") for y in (g, beta))
             if cache is None:
                 shape = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
                 state = jnp.zeros(shape, jnp.float32)
@@ -120,7 +124,8 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
                 state = cache.state
             resets = None if packing is None else packing.resets
             out, state = gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=context.compute.chunk_size)
-        out = self.norm(out.astype(x.dtype), z)
+        out = checkpoint_name(out.astype(x.dtype), "delta_out")
+        out = checkpoint_name(self.norm(out, z), "gated_norm")
         if cache is not None and window is not None:
             cache = DeltaNetCache(window, state)
         return self.out_proj(out.reshape(batch, seq, -1)), cache

@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from qwen3next.config import Dispatch, ModelConfig
@@ -49,6 +50,11 @@ def _block_size(assignments: int, experts: int) -> int:
     return min(_LARGEST_BLOCK, 1 << (share - 1).bit_length())
 
 
+def _swiglu(gate: Float[Array, "*rows expert"], up: Float[Array, "*rows expert"]) -> Float[Array, "*rows expert"]:
+    gate, up = (checkpoint_name(y, "expert_hidden") for y in (gate, up))
+    return jax.nn.silu(gate) * up
+
+
 class Experts(eqx.Module):
     """`num_experts` SwiGLU experts of width `moe_intermediate_size`, stacked."""
 
@@ -67,7 +73,7 @@ class Experts(eqx.Module):
     def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Every expert on every token: the reference."""
         gate, up, down = (w.astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        inner = jax.nn.silu(jnp.einsum("th,eih->tei", x, gate)) * jnp.einsum("th,eih->tei", x, up)
+        inner = _swiglu(jnp.einsum("th,eih->tei", x, gate), jnp.einsum("th,eih->tei", x, up))
         one_hot = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)
         share = jnp.einsum("tk,tke->te", weights, one_hot)
         return jnp.einsum("tei,ehi,te->th", inner, down, share)
@@ -78,9 +84,9 @@ class Experts(eqx.Module):
         source = jnp.argsort(chosen.reshape(-1), stable=True)
         place = jnp.argsort(source).reshape(chosen.shape)
         sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-        rows = _send(x, source, place)
-        inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-        out = jax.lax.ragged_dot(inner, down, sizes)
+        rows = checkpoint_name(_send(x, source, place), "expert_rows")
+        inner = _swiglu(jax.lax.ragged_dot(rows, gate, sizes), jax.lax.ragged_dot(rows, up, sizes))
+        out = checkpoint_name(jax.lax.ragged_dot(inner, down, sizes), "expert_out")
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
@@ -100,9 +106,9 @@ class Experts(eqx.Module):
         owner = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
         gate, up, down = (w[owner].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         place = place.reshape(chosen.shape)
-        rows = _send(x, source, place).reshape(blocks, size, -1)
-        inner = jax.nn.silu(jnp.einsum("nbh,nih->nbi", rows, gate)) * jnp.einsum("nbh,nih->nbi", rows, up)
-        out = jnp.einsum("nbi,nhi->nbh", inner, down).reshape(blocks * size, -1)
+        rows = checkpoint_name(_send(x, source, place), "expert_rows").reshape(blocks, size, -1)
+        inner = _swiglu(jnp.einsum("nbh,nih->nbi", rows, gate), jnp.einsum("nbh,nih->nbi", rows, up))
+        out = checkpoint_name(jnp.einsum("nbi,nhi->nbh", inner, down), "expert_out").reshape(blocks * size, -1)
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def __call__(

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.attention import GatedAttention
@@ -25,6 +26,7 @@ class Layer(eqx.Module):
     mixer: AbstractMixer[Any]
     post_attention_layernorm: RMSNorm
     mlp: MoE | MLP
+    kind: LayerKind = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, kind: LayerKind, *, key: PRNGKeyArray):
         dtype = jnp.dtype(config.dtype)
@@ -37,16 +39,20 @@ class Layer(eqx.Module):
             self.mlp = MoE(config, key=mlp_key)
         else:
             self.mlp = MLP(config, config.intermediate_size, key=mlp_key)
+        self.kind = kind
 
     def __call__(
         self, h: Float[Array, "batch seq hidden"], context: Context, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch seq hidden"], LayerCache | None, RouterStats | None]:
         """Residual stream, cache moved past the call, and the router's sums (`None` in a dense layer)."""
-        mixed, cache = self.mixer(self.input_layernorm(h), context, cache)
-        h = h + mixed
-        x = self.post_attention_layernorm(h)
-        if isinstance(self.mlp, MoE):
-            out, stats = self.mlp(x, context)
-        else:
-            out, stats = self.mlp(x), None
+        compute = context.compute
+
+        def apply_mlp(mlp: MoE | MLP, x: Array, context: Context) -> tuple[Array, RouterStats | None]:
+            return mlp(x, context) if isinstance(mlp, MoE) else (mlp(x), None)
+
+        x = checkpoint_name(self.input_layernorm(h), "mixer_norm")
+        mixed, cache = self.mixer(x, context, cache)
+        h = h + checkpoint_name(mixed, "mixer_out")
+        x = checkpoint_name(self.post_attention_layernorm(h), "mlp_norm")
+        out, stats = compute.remat.wrap_mlp(apply_mlp, *self.kind, straight=compute.unroll)(self.mlp, x, context)
         return h + out, cache, stats

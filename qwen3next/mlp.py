@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.config import ModelConfig
@@ -24,4 +25,5 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, hidden, std, dtype, key=down_key)
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (checkpoint_name(project(x), "mlp_hidden") for project in (self.gate_proj, self.up_proj))
+        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up), "mlp_out")

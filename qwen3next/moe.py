@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.config import ModelConfig
@@ -47,7 +48,8 @@ class MoE(eqx.Module):
         c = self.config
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
-            probability = jax.nn.softmax(self.gate(flat).astype(jnp.float32), axis=-1)
+            logits = checkpoint_name(self.gate(flat), "router_logits")
+            probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
             weights, chosen = jax.lax.top_k(probability, c.num_experts_per_tok)
             if c.norm_topk_prob:
                 weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

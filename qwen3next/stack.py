@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -42,11 +43,12 @@ class Stacked(eqx.Module, Generic[M]):
         xs: PyTree,
         context: Context,
         *,
-        remat: bool,
+        wrap: Callable[..., Any] = lambda body, straight: body,
     ) -> tuple[Hidden, PyTree]:
         """`h, y = apply(module, h, x)` for each module in turn; returns the last `h` and the `y`s, stacked.
 
         Only `h` is carried and only `y` returned: the parameters are inputs of the scan and come out of it nowhere.
+        `wrap` makes a step a unit of rematerialisation.
         """
         compute = context.compute
         arrays, static = eqx.partition(self.modules, eqx.is_array)
@@ -55,11 +57,9 @@ class Stacked(eqx.Module, Generic[M]):
             arrays, x = step
             return apply(eqx.combine(arrays, static), h, x)
 
-        if remat:
-            # In a loop nothing can be merged with the forward pass, so the barrier of `prevent_cse` buys nothing.
-            body = eqx.filter_checkpoint(body, prevent_cse=compute.unroll or not compute.remat.barrier)
         with _barrier(compute.remat.barrier and not compute.unroll and self.length == 1):
-            return jax.lax.scan(body, h, (arrays, xs), length=self.length, unroll=compute.unroll)
+            step = wrap(body, straight=compute.unroll)
+            return jax.lax.scan(step, h, (arrays, xs), length=self.length, unroll=compute.unroll)
 
 
 class HybridBlock(eqx.Module):
@@ -81,9 +81,10 @@ class HybridBlock(eqx.Module):
             h, cache, stats = layer(h, context, cache)
             return h, (cache, stats)
 
-        remat, outputs = context.compute.remat.placement in ("layer", "both"), []
+        outputs = []
         for run, cache in zip(self.runs, caches, strict=True):
-            h, output = run.scan(apply, h, cache, context, remat=remat)
+            wrap = partial(context.compute.remat.wrap_layer, mixer=run.modules.kind.mixer)
+            h, output = run.scan(apply, h, cache, context, wrap=wrap)
             outputs.append(output)
         return h, tuple(outputs)
 
@@ -114,17 +115,17 @@ class Decoder(eqx.Module):
         self, h: Hidden, caches: tuple[LayerCache | None, ...], context: Context
     ) -> tuple[Hidden, tuple[LayerCache | None, ...], tuple[RouterStats | None, ...]]:
         """Residual stream after the last layer; a cache and router sums for each layer, in order."""
-        remat = context.compute.remat.placement in ("block", "both")
+        wrap = context.compute.remat.wrap_block
         grouped = self.pattern.group(caches)
 
         def apply(block: HybridBlock, h: Hidden, caches: tuple[PyTree, ...]) -> tuple[Hidden, tuple[PyTree, ...]]:
             return block(h, caches, context)
 
         def once(block: HybridBlock, h: Hidden, caches: tuple[PyTree, ...]) -> tuple[Hidden, tuple[PyTree, ...]]:
-            return (eqx.filter_checkpoint(apply) if remat and block.runs else apply)(block, h, caches)
+            return (wrap(apply, straight=True) if block.runs else apply)(block, h, caches)
 
         h, before = once(self.prefix, h, grouped.prefix)
-        h, cycle = self.cycles.scan(apply, h, grouped.cycle, context, remat=remat)
+        h, cycle = self.cycles.scan(apply, h, grouped.cycle, context, wrap=wrap)
         h, after = once(self.remainder, h, grouped.remainder)
         outputs = self.pattern.flatten(Grouped(before, cycle, after))
         return h, tuple(cache for cache, _ in outputs), tuple(stats for _, stats in outputs)

@@ -38,7 +38,8 @@ BASE = Compute(chunk_size=8, dispatch="dense")
 
 
 def _compute(placement: Any = "layer", barrier: bool = True, unroll: bool = False, **changes: Any) -> Compute:
-    values: dict[str, Any] = dict(chunk_size=8, dispatch="dense", remat=Remat(placement, barrier), unroll=unroll)
+    remat = Remat(placement, barrier=barrier)
+    values: dict[str, Any] = dict(chunk_size=8, dispatch="dense", remat=remat, unroll=unroll)
     return Compute(**(values | changes))
 
 
@@ -57,8 +58,10 @@ class Toy(eqx.Module):
 
     matrix: jax.Array
     bias: jax.Array | None
+    kind: LayerKind = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, kind: LayerKind, *, key: jax.Array):
+        self.kind = kind
         self.matrix = 0.3 * jax.random.normal(key, (config.hidden_size, config.hidden_size))
         self.bias = jnp.ones(config.hidden_size) if kind.mixer == FULL else None
 
