@@ -6,29 +6,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from qwen3next.config import ModelConfig
-
-
-def _jaxprs(value: Any) -> list[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        return [value.jaxpr]
-    if isinstance(value, Jaxpr):
-        return [value]
-    return [jaxpr for item in value for jaxpr in _jaxprs(item)] if isinstance(value, (tuple, list)) else []
-
-
-def _jaxpr_flops(jaxpr: Jaxpr) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-            total += _product_flops(equation)
-            continue
-        inner = sum(_jaxpr_flops(sub) for value in equation.params.values() for sub in _jaxprs(value))
-        total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-    return total
+from qwen3next.jaxprs import equations
 
 
 def _product_flops(equation: Any) -> int:
@@ -47,7 +28,9 @@ def count_flops(function: Callable[..., Any], *args: PyTree) -> int:
 
     (XLA's own analysis counts a loop's body once.) Arguments may be abstract. Elementwise work is left out.
     """
-    return _jaxpr_flops(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
+    products = ("dot_general", "ragged_dot_general")
+    walked = equations(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
+    return sum(times * _product_flops(equation) for equation, times in walked if equation.primitive.name in products)
 
 
 def count_parameters(model: PyTree) -> int:
