@@ -3,8 +3,10 @@
 This is the one place where stacked leaves are joined from tensors, and cut into them.
 """
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +17,12 @@ from jax.sharding import Sharding
 from qwen3next.config import StoredDtype
 from qwen3next.errors import require
 from qwen3next.model import Qwen3Next
-from qwen3next.tensor_files import FLOATS, Stored, read
+from qwen3next.tensor_files import CHUNK, FLOATS, Stored, read
 from qwen3next.tree import leaf_path
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 _ALIGNMENT = 64  # bytes; what XLA asks for before it takes host memory as it is
+_READERS = 4
 _DECAY = ("A_log", "dt_bias")
 
 
@@ -105,12 +108,20 @@ def read_leaf(
     names, (rows, *rest) = np.asarray(leaf.tensors[index[:lead]]), index[lead:]
     whole = [cut.stop - cut.start for cut in rest] == list(leaf.tensor_shape[1:])
     out = _empty((*names.shape, *(cut.stop - cut.start for cut in (rows, *rest))), dtype)
-    for at in np.ndindex(names.shape):
+
+    def read_part(at: tuple[int, ...]) -> None:
         stored = tensors[str(names[at])].rows(rows.start, rows.stop)
         target = out[at] if whole else np.empty(stored.shape, dtype)
         read(stored, target, **reading)
         if not whole:
             out[at] = target[(slice(None), *rest)]
+
+    if out.nbytes < CHUNK:
+        for at in np.ndindex(names.shape):
+            read_part(at)
+    else:  # copies from the page cache and a disk's queue both gain from company
+        with ThreadPoolExecutor(_READERS) as readers:
+            collections.deque(readers.map(read_part, np.ndindex(names.shape)), maxlen=0)
     return out
 
 

@@ -25,7 +25,7 @@ def transfer(verb: str, total: int, *, summary: bool) -> Iterator[Callable[[int]
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(verb, total=total)
     with bar:
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield (lambda nbytes: bar.advance(task, nbytes)) if console.is_terminal else (lambda nbytes: None)
     if summary:
         seconds = time.perf_counter() - started
         speed = total / seconds / 1e6

@@ -133,15 +133,17 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     )
     tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
-        for name, stored in read_header(folder / file)[0].items():
-            require(name in weight_map, f"{folder / file} holds tensor {name}, which {index} does not list")
-            other = tensors.setdefault(name, stored).file
-            require(other.name == file, f"{other} and {folder / file} both hold tensor {name}; one must not")
+        held, _ = read_header(folder / file)
+        if twice := held.keys() & tensors.keys():
+            name = min(twice)
+            raise InputError(f"{tensors[name].file} and {folder / file} both hold tensor {name}; one must not")
+        if unlisted := held.keys() - weight_map.keys():
+            raise InputError(f"{folder / file} holds tensor {min(unlisted)}, which {index} does not list")
+        tensors |= held
     for name, file in weight_map.items():
-        held = tensors.get(name)
-        right = held is not None and held.file.name == file
-        where = "" if held is None or right else f"; {held.file.name} holds it"
-        require(right, f"{folder / file} lacks tensor {name}, which {index} says it holds{where}")
+        if name not in tensors or tensors[name].file.name != file:
+            elsewhere = f"; {tensors[name].file.name} holds it" if name in tensors else ""
+            raise InputError(f"{folder / file} lacks tensor {name}, which {index} says it holds{elsewhere}")
     return tensors
 
 
@@ -181,17 +183,18 @@ def read(
                 view = chunk.view(np.uint8).data
                 while view:
                     count = stream.readinto(view)
-                    require(bool(count), f"{stored.file} ends inside tensor {stored.name}")
+                    if not count:
+                        raise InputError(f"{stored.file} ends inside tensor {stored.name}")
                     view = view[count:]
-                if not allow_nonfinite and stored.kind in FLOATS:
-                    require(
-                        _all_finite(chunk, stored.kind), f"{stored.file}: tensor {stored.name} holds NaN or infinity"
-                    )
+                if not (allow_nonfinite or stored.kind not in FLOATS or _all_finite(chunk, stored.kind)):
+                    raise InputError(f"{stored.file}: tensor {stored.name} holds NaN or infinity")
                 if chunk is not target:
                     with np.errstate(over="ignore"):
                         target[...] = chunk
-                    fits = allow_nonfinite or _all_finite(target, kind_of(target.dtype))
-                    require(fits, f"{stored.file}: tensor {stored.name} holds a number too large for {target.dtype}")
+                    if not (allow_nonfinite or _all_finite(target, kind_of(target.dtype))):
+                        raise InputError(
+                            f"{stored.file}: tensor {stored.name} holds a number too large for {target.dtype}"
+                        )
                 advance(chunk.nbytes)
     except OSError as error:
         raise InputError(f"{stored.file}: tensor {stored.name} cannot be read ({error})") from error

@@ -146,6 +146,19 @@ LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0}
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeParameters("linear", factor=2.0)),
         ({"rope_scaling": LINEAR_ROPE | {"type": "dynamic"}}, RopeParameters("linear", factor=2.0)),
         ({"rope_parameters": {"unheard_of": 1}}, RopeParameters()),
+        # What Phi has at the top level counts more than what is inside, where the type has a use for it.
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 64},
+            RopeParameters("yarn", factor=2.0, original_max_position_embeddings=64),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 64,
+            },
+            RopeParameters("yarn", factor=2.0, original_max_position_embeddings=64),
+        ),
+        ({"rope_scaling": LINEAR_ROPE, "original_max_position_embeddings": 64}, RopeParameters("linear", factor=2.0)),
     ],
 )
 def test_which_rope_setting_counts(values, expected):
