@@ -1,6 +1,6 @@
 """Reading and writing Hugging Face folders: time and memory, next to the safetensors library's own reader and writer.
 
-python benchmarks/checkpoints.py                          # 4 GB in 8 shards, some minutes
+python benchmarks/checkpoints.py                          # 3 GB in 8 shards, some minutes
 python benchmarks/checkpoints.py --repeats 3 --json out.json
 
 Makes a checkpoint of random bfloat16 tensors in a temporary folder. Each measurement is a process of its own, and the
@@ -29,20 +29,9 @@ from rich.table import Table
 
 from qwen3next.config import ModelConfig
 
+# The published widths, with fewer layers and experts.
 CONFIG = ModelConfig(
-    hidden_size=1024,
-    num_hidden_layers=16,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    linear_num_key_heads=8,
-    linear_num_value_heads=16,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
-    num_experts=128,
-    moe_intermediate_size=256,
-    shared_expert_intermediate_size=256,
-    dtype="bfloat16",
+    intermediate_size=5120, num_hidden_layers=8, num_experts=32, num_experts_per_tok=10, dtype="bfloat16"
 )
 SHARDS = 8
 KINDS = {
@@ -199,11 +188,10 @@ def main() -> None:
         )
         shown.add_row(kind, KINDS[kind], *row)
     console.print(shown)
-    ratio = middle["load_pretrained"]["seconds"] / middle["library reads"]["seconds"]
+    for kind, words in (("library reads", "and keeps none (wanted: at most 2)"), ("library keeps", "and keeps it")):
+        ratio = middle["load_pretrained"]["seconds"] / middle[kind]["seconds"]
+        console.print(f"load_pretrained takes {ratio:.2f} x the time in which the library reads every tensor {words}")
     over = middle["load_pretrained"]["peak"] - size - leaf
-    console.print(
-        f"load_pretrained takes {ratio:.2f} x the time in which the library reads every tensor once (wanted: at most 2)"
-    )
     console.print(f"its peak is the checkpoint + the largest leaf {over / 1e6:+,.0f} MB (wanted: at most +300)")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
