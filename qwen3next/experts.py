@@ -50,6 +50,18 @@ def _block_size(assignments: int, experts: int) -> int:
     return min(_LARGEST_BLOCK, 1 << (share - 1).bit_length())
 
 
+# Rows [places, in] in groups, with a group's [out, in]: the published layout, which needs no transposed copy.
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def _grouped_product(
+    rows: Float[Array, "places in"], weight: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
+) -> Float[Array, "places out"]:
+    return jax.lax.ragged_dot_general(rows, weight, sizes, _BY_GROUP)
+
+
 def _swiglu(gate: Float[Array, "*rows expert"], up: Float[Array, "*rows expert"]) -> Float[Array, "*rows expert"]:
     gate, up = (checkpoint_name(y, "expert_hidden") for y in (gate, up))
     return jax.nn.silu(gate) * up
@@ -80,13 +92,13 @@ class Experts(eqx.Module):
 
     def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, and a grouped product over them."""
-        gate, up, down = (jnp.swapaxes(w.astype(x.dtype), 1, 2) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (w.astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         source = jnp.argsort(chosen.reshape(-1), stable=True)
         place = jnp.argsort(source).reshape(chosen.shape)
         sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
         rows = checkpoint_name(_send(x, source, place), "expert_rows")
-        inner = _swiglu(jax.lax.ragged_dot(rows, gate, sizes), jax.lax.ragged_dot(rows, up, sizes))
-        out = checkpoint_name(jax.lax.ragged_dot(inner, down, sizes), "expert_out")
+        inner = _swiglu(_grouped_product(rows, gate, sizes), _grouped_product(rows, up, sizes))
+        out = checkpoint_name(_grouped_product(inner, down, sizes), "expert_out")
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:

@@ -15,6 +15,7 @@ from qwen3next.context import locate
 from qwen3next.linear import Linear, normal
 from qwen3next.moe import RouterStats
 from qwen3next.norms import RMSNorm
+from qwen3next.sharding import shard_rows
 from qwen3next.stack import Decoder
 
 
@@ -66,7 +67,7 @@ class Qwen3Next(eqx.Module):
         `InputError`, or under `jit` give NaN. `positions` are the rotary ones; by default a document counts from 0.
         """
         context, cache = locate(self.config, compute, input_ids.shape, segment_ids, positions, cache)
-        h = self.embed_tokens[input_ids].astype(jnp.dtype(compute.dtype))
+        h = shard_rows(self.embed_tokens[input_ids].astype(jnp.dtype(compute.dtype)))
         layers = (None,) * self.config.num_hidden_layers if cache is None else cache.layers
         h, layers, router = self.decoder(h, layers, context)
         if cache is not None:

@@ -11,6 +11,7 @@ from qwen3next.context import Context
 from qwen3next.experts import Experts
 from qwen3next.linear import Linear
 from qwen3next.mlp import MLP
+from qwen3next.sharding import summed
 
 
 class RouterStats(eqx.Module):
@@ -62,4 +63,4 @@ class MoE(eqx.Module):
             real = context.packing.real.reshape(-1).astype(jnp.float32)
         assigned = jnp.zeros(c.num_experts).at[chosen].add(real[:, None])
         stats = RouterStats(jax.lax.stop_gradient(assigned), real @ probability, jnp.sum(real))
-        return (routed + shared).reshape(x.shape), stats
+        return (routed + shared).reshape(x.shape), summed(stats)

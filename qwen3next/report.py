@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
 from qwen3next.config import ModelConfig
@@ -13,24 +14,28 @@ from qwen3next.jaxprs import equations
 
 
 def _product_flops(equation: Any) -> int:
-    left, right = (variable.aval.shape for variable in equation.invars[:2])
-    out = equation.outvars[0].aval.shape
+    left, out = (variable.aval.shape for variable in (equation.invars[0], equation.outvars[0]))
     if equation.primitive.name == "dot_general":
         contracting = equation.params["dimension_numbers"][0][0]
         return 2 * math.prod(out) * math.prod(left[axis] for axis in contracting)
-    # Each row meets one group's matrix [k, n], also where rows are contracted and every group gets a matrix.
-    rows, k = left
-    return 2 * rows * k * (right[-1] if len(right) == 3 else out[-1])
+    # Each row meets one group's matrix, also where rows are contracted and every group gets a matrix.
+    rows, inner = left
+    return 2 * rows * inner * out[-1] if len(out) == 2 else 2 * rows * out[-2] * out[-1]
+
+
+def jaxpr_flops(jaxpr: Jaxpr) -> int:
+    """Floating-point operations of a traced program's matrix products, loops counted as often as they run.
+
+    (XLA's own analysis counts a loop's body once.) Elementwise work is left out.
+    """
+    products = ("dot_general", "ragged_dot_general")
+    walked = equations(jaxpr)
+    return sum(times * _product_flops(equation) for equation, times in walked if equation.primitive.name in products)
 
 
 def count_flops(function: Callable[..., Any], *args: PyTree) -> int:
-    """Floating-point operations of the matrix products in one call, loops counted as often as they run.
-
-    (XLA's own analysis counts a loop's body once.) Arguments may be abstract. Elementwise work is left out.
-    """
-    products = ("dot_general", "ragged_dot_general")
-    walked = equations(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
-    return sum(times * _product_flops(equation) for equation, times in walked if equation.primitive.name in products)
+    """`jaxpr_flops` of one call. Arguments may be abstract."""
+    return jaxpr_flops(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
 
 
 def count_parameters(model: PyTree) -> int:

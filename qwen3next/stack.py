@@ -16,6 +16,7 @@ from qwen3next.context import Context
 from qwen3next.layer import Layer
 from qwen3next.moe import RouterStats
 from qwen3next.pattern import Grouped, Pattern, Run, find_pattern
+from qwen3next.sharding import ALIKE, ROWS, over_rows
 
 M = TypeVar("M", bound=eqx.Module)
 Hidden = Float[Array, "batch seq hidden"]
@@ -62,6 +63,10 @@ class Stacked(eqx.Module, Generic[M]):
             return jax.lax.scan(step, h, (arrays, xs), length=self.length, unroll=compute.unroll)
 
 
+def _call(layer: Layer, h: Hidden, context: Context, cache: LayerCache | None) -> PyTree:
+    return layer(h, context, cache)
+
+
 class HybridBlock(eqx.Module):
     """Runs of layers, one after another: a cycle, or what stands before or after the cycles."""
 
@@ -78,7 +83,7 @@ class HybridBlock(eqx.Module):
         """Residual stream, and for each run the stacked (cache, router sums) of its layers."""
 
         def apply(layer: Layer, h: Hidden, cache: LayerCache | None) -> tuple[Hidden, PyTree]:
-            h, cache, stats = layer(h, context, cache)
+            h, cache, stats = over_rows(_call, layer, (h, context, cache), h.dtype, (ROWS, ROWS, ALIKE))
             return h, (cache, stats)
 
         outputs = []
