@@ -74,7 +74,9 @@ def test_any_strides_are_written_in_order(tmp_path, dtype):
 
 
 def test_tensors_are_aligned_and_the_header_says_pt(tmp_path):
-    arrays = {f"{dtype.name}.{i}": np.ones(i, dtype) for dtype in DTYPES for i in (1, 3, 5)}
+    arrays = {f"{dtype.name}.{i}": np.ones(i, dtype) for dtype in DTYPES for i in (1, 3, 5)} | {
+        "a": np.ones(1, np.float16)
+    }
     file = _save(tmp_path / "folder", arrays) / SINGLE
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     assert (8 + length) % 8 == 0
