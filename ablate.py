@@ -186,9 +186,9 @@ def main(argv: list[str]) -> int:
     said = [*twins(rows), *(fitting(rows, budget) if budget is not None else [])]
     if arguments.topology and not arguments.full_compile:
         said.append("peaks are without generated code; --full-compile waits for it")
-    if can_draw() and rows:
+    if any(row.get("peak") is not None for row in rows) and can_draw():
         draw(rows, out / "ablation.png")
-    elif rows:
+    elif not can_draw():
         said.append("no picture: it needs matplotlib, pip install -e '.[plots]'")
     said.append(f"{'interrupted after' if interrupted else 'wrote'} {len(rows)} of {len(grid)} rows: {out}")
     for line in said:

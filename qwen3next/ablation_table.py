@@ -4,6 +4,7 @@ import csv
 import importlib
 import importlib.util
 import json
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ COMPARED = (
 _MISSING = "n/a"
 _WRAPPED = ("choice", "kept")
 _NARROWEST = 24  # characters that a wrapped column needs
+_MARKS = "os^Dv<>PX*hd"
 _NAMED = 4  # kept values that a row names
 
 
@@ -214,17 +216,16 @@ def draw(rows: list[Facts], path: Path) -> None:
     """Peak memory against recomputed FLOPs, a labelled mark for each choice. `InputError` without matplotlib."""
     require(can_draw(), "a picture needs matplotlib: pip install -e '.[plots]'")
     importlib.import_module("matplotlib").use("Agg")
-    figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(11, 6))
     known = [row for row in rows if row.get("peak") is not None]
-    for place in dict.fromkeys(map(_place, known)):
-        group = [row for row in known if _place(row) == place]
-        points = [(100 * row["recompute"], row["peak"] / 1e9) for row in group]
-        axes.scatter(*zip(*points, strict=True), label=f"{place[0]} x {place[1]}")
-        for row, point in zip(group, points, strict=True):
-            axes.annotate(row["choice"], point, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    for number, row in enumerate(known):
+        look = {"marker": _MARKS[number % len(_MARKS)], "s": 90, "alpha": 0.7, "color": f"C{number % 10}"}
+        label = textwrap.shorten(row["choice"].replace(",", ", "), 40, placeholder=" ..")
+        place = f"{row['batch']} x {row['length']}"
+        axes.scatter(100 * row["recompute"], row["peak"] / 1e9, label=f"{label}, {place}", **look)
     peaks = [row["peak"] for row in known]
     if peaks and max(peaks) > 10 * min(peaks):
         axes.set_yscale("log")
     axes.set(xlabel="FLOPs computed again, % of a step without rematerialisation", ylabel="peak memory of a device, GB")
-    axes.legend(title="rows x length")
-    figure.savefig(path, dpi=150)
+    axes.legend(title="choice, rows x length", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
