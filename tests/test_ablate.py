@@ -312,10 +312,10 @@ def test_a_small_ablation(preset, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setattr(ablation_table, "can_draw", lambda: False)
     monkeypatch.setattr(ablate, "can_draw", lambda: False)
-    command = ["ablate.py", str(preset), "--remat", "none,layer", "--run", "1", "--budget", "1GB"]
+    command = ["ablate.py", str(preset), "--remat", "layer,none", "--baseline", "none", "--run", "1", "--budget", "1GB"]
     assert ablate.main([*command, "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    none, layer = json.loads((tmp_path / "out/ablation.json").read_text())
+    layer, none = json.loads((tmp_path / "out/ablation.json").read_text())
     assert (none["choice"], layer["choice"]) == ("none", "layer")
     assert none["recompute"] == 0 and 0.2 < layer["recompute"] < 0.4
     assert (none["regions"], layer["regions"]) == (0, 2 * 2)  # two microbatches of two layers
@@ -326,7 +326,7 @@ def test_a_small_ablation(preset, tmp_path, monkeypatch, capsys):
     assert set(none["versions"]) == {"jax", "jaxlib", "python"} and none["backend"] == "cpu"
     assert "4 x 32: none is the cheapest that fits" in out
     assert "losses, nats a token" in out and "no picture: it needs matplotlib" in out
-    assert "1/2  none, 4 x 32" in out and "min left" in out
+    assert "1/2  layer, 4 x 32" in out and "min left" in out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
