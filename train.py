@@ -9,11 +9,11 @@ import math
 import sys
 import time
 import zlib
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray, PyTree
 
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
@@ -21,16 +21,15 @@ from qwen3next.data import eval_batches, read_documents, split_documents, tokeni
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.generate import check_prompts, generate
-from qwen3next.model import Qwen3Next
 from qwen3next.monitor import Monitor, StopRequest
-from qwen3next.optim import optimizer, schedule, trainable
+from qwen3next.optim import optimizer, schedule
 from qwen3next.report import active_parameters, count_flops, count_parameters
 from qwen3next.resume import check_text, find_run, open_run
 from qwen3next.run_folder import METRICS, save_weights
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
-from qwen3next.train_state import Position, StateWriter, TrainState
-from qwen3next.training import make_train_step
+from qwen3next.train_state import Position, StateWriter
+from qwen3next.training import initial_state, make_train_step
 
 
 def main(config: TrainConfig) -> int:
@@ -61,11 +60,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
     # --- model and optimizer ------------------------------------------------------------------------------------------
     learning_rate, transform = schedule(config.optimizer, run.steps), optimizer(config.optimizer, run.steps)
 
-    def begin(key: PRNGKeyArray) -> tuple[TrainState, PyTree]:
-        model = Qwen3Next(config.model, key=key)
-        params, frozen = eqx.partition(model, trainable(model))
-        return TrainState(jnp.int32(0), key, params, transform.init(params)), frozen
-
+    begin = partial(initial_state, config, transform)
     key = jax.random.key(run.seed)
     if saved is None:
         # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.

@@ -21,21 +21,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 
 from qwen3next.cli import parse_config
 from qwen3next.config import TrainConfig
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.jaxprs import remat_regions
-from qwen3next.model import Qwen3Next
-from qwen3next.optim import optimizer, trainable
+from qwen3next.optim import optimizer
 from qwen3next.remat import Remat
 from qwen3next.report import jaxpr_flops
 from qwen3next.residuals import saved_values
 from qwen3next.sharding import batch_sharding, fsdp_mesh, shardings
 from qwen3next.tpu import topology_devices
-from qwen3next.train_state import TrainState
-from qwen3next.training import make_train_step
+from qwen3next.training import initial_state, make_train_step
 
 _STATISTICS = {
     "temporaries": "temp_size_in_bytes",
@@ -71,12 +69,6 @@ def peak_bytes(facts: Facts) -> int | None:
         return None
     known = {name: facts.get(name) or 0 for name in _STATISTICS}
     return known["arguments"] + known["outputs"] - known["aliased"] + known["temporaries"] + known["code"]
-
-
-def _begin(config: TrainConfig, key: PRNGKeyArray) -> tuple[TrainState, PyTree]:
-    model = Qwen3Next(config.model, key=key)
-    params, frozen = eqx.partition(model, trainable(model))
-    return TrainState(jnp.int32(0), key, params, _transform(config).init(params)), frozen
 
 
 def _transform(config: TrainConfig) -> Any:
@@ -121,7 +113,8 @@ def measure(request: Request) -> Iterator[Facts]:
     }
 
     local = _with_rows(config, rows)
-    state, frozen = eqx.filter_eval_shape(partial(_begin, config), jax.random.key(config.run.seed))
+    begin = partial(initial_state, config, _transform(config))
+    state, frozen = eqx.filter_eval_shape(begin, jax.random.key(config.run.seed))
     traced = _trace(local, state, frozen)
     flops, plain_flops = jaxpr_flops(traced.jaxpr.jaxpr), request.plain_flops
     if plain_flops is None:
@@ -154,7 +147,9 @@ def measure(request: Request) -> Iterator[Facts]:
 
 def _run(compiled: Any, config: TrainConfig, steps: int) -> Facts:
     """Steps on random tokens, the same for each choice; the first, which warms up, is not timed."""
-    begin = jax.jit(partial(_begin, config), compiler_options={"xla_backend_optimization_level": 0})
+    begin = jax.jit(
+        partial(initial_state, config, _transform(config)), compiler_options={"xla_backend_optimization_level": 0}
+    )
     state, frozen = begin(jax.random.key(config.run.seed))
     rng, losses, seconds = np.random.default_rng(config.run.seed), list[float](), list[float]()
     rows, length = config.data.batch_size, config.data.sequence_length

@@ -153,15 +153,24 @@ class Remat:
             policies[kind] = policy
         return policies
 
-    def _wrap(self, unit: Unit, policy: str, straight: bool) -> Unit:
+    def jax_policy(self, mixer: str) -> Callable[..., Any] | None:
+        """What units of layers with this mixer keep, as `jax.checkpoint` takes it."""
+        return _jax_policy(self._policies().get(mixer, "nothing"))
+
+    def names(self, mixer: str) -> set[str]:
+        """The names that units of layers with this mixer are asked to keep or offload."""
+        parsed = _parse_policy(self._policies().get(mixer, "nothing"))
+        return set() if isinstance(parsed, str) else {*parsed[0], *parsed[1]}
+
+    def _wrap(self, unit: Unit, policy: Callable[..., Any] | None, straight: bool) -> Unit:
         # In a loop nothing can be merged with the forward pass, so the barrier of `prevent_cse` buys nothing there.
-        return eqx.filter_checkpoint(unit, prevent_cse=straight or not self.barrier, policy=_jax_policy(policy))
+        return eqx.filter_checkpoint(unit, prevent_cse=straight or not self.barrier, policy=policy)
 
     def wrap_block(self, unit: Unit, *, straight: bool) -> Unit:
         """A cycle, or what stands before or after the cycles, as a unit if it is one. `straight`: not in a loop."""
         if self.placement not in ("block", "both"):
             return unit
-        return self._wrap(unit, "nothing" if self.placement == "both" else self.policy, straight)
+        return self._wrap(unit, None if self.placement == "both" else _jax_policy(self.policy), straight)
 
     def is_unit(self, mixer: str) -> bool:
         """Whether layers with this mixer are units."""
@@ -169,9 +178,9 @@ class Remat:
 
     def wrap_layer(self, unit: Unit, mixer: str, *, straight: bool) -> Unit:
         """A layer as a unit if it is one."""
-        return self._wrap(unit, self._policies().get(mixer, "nothing"), straight) if self.is_unit(mixer) else unit
+        return self._wrap(unit, self.jax_policy(mixer), straight) if self.is_unit(mixer) else unit
 
     def wrap_mlp(self, unit: Unit, mixer: str, mlp: str, *, straight: bool) -> Unit:
         """The MLP of a layer as a unit, if it is one and the layer is not."""
         alone = mlp in self.placement.split("+") and not self.is_unit(mixer)
-        return self._wrap(unit, self._policies().get(mixer, "nothing"), straight) if alone else unit
+        return self._wrap(unit, self.jax_policy(mixer), straight) if alone else unit

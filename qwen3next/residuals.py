@@ -39,6 +39,9 @@ def _origin(variable: Any, jaxpr: Jaxpr) -> tuple[str, str]:
         kind, scope = equation.primitive.name, str(equation.source_info.name_stack)
         if kind == "name":
             return equation.params["name"], scope
+        if kind == "device_put":
+            name, deeper = _origin(equation.invars[equation.outvars.index(variable)], jaxpr)
+            return f"offloaded {name}", deeper
         if kind in _THROUGH:
             return _origin(equation.invars[equation.outvars.index(variable) if len(equation.invars) > 1 else 0], jaxpr)
         inner = inner_jaxprs(equation)

@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from qwen3next.config import IGNORED_LABEL, Compute, TrainConfig
 from qwen3next.loss import balance_loss, cross_entropy_sum
 from qwen3next.model import Qwen3Next
+from qwen3next.optim import trainable
 from qwen3next.train_state import TrainState
 
 Batch = dict[str, Int[Array, "rows seq"]]
@@ -47,6 +48,15 @@ def gradients(
         return jax.tree.map(jnp.add, sums, part(batch)), None
 
     return jax.lax.scan(add, zeros, batches)[0]
+
+
+def initial_state(
+    config: TrainConfig, transform: optax.GradientTransformation, key: PRNGKeyArray
+) -> tuple[TrainState, PyTree]:
+    """The state before the first step, and the frozen rest of the model."""
+    model = Qwen3Next(config.model, key=key)
+    params, frozen = eqx.partition(model, trainable(model))
+    return TrainState(jnp.int32(0), key, params, transform.init(params)), frozen
 
 
 def make_train_step(
