@@ -292,7 +292,9 @@ def test_a_compilation_is_ended_once_its_buffers_are_known(tmp_path, monkeypatch
     assert "format may have changed" in child.ask(dataclasses.replace(REQUEST, topology="v5p-8"))["error"]
 
 
-def test_ctrl_c_keeps_the_finished_rows_and_leaves_no_child(preset, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_keeps_the_finished_rows_and_leaves_no_child(preset, tmp_path, monkeypatch, capsys, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     answer = json.dumps(make_row("none", 5))
     pretend(monkeypatch, tmp_path, f"mkdir {tmp_path}/first && echo '{answer}' && exit 0; exec sleep 60")
     out = tmp_path / "out"
