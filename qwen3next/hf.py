@@ -41,18 +41,16 @@ COMPANIONS += ("added_tokens.json", "vocab.json", "merges.txt", "chat_template.j
 
 def table(model: Qwen3Next) -> Iterator[Leaf]:
     """Each leaf of the (abstract) model with the published tensors that it is made of."""
-    config, pattern = model.config, model.decoder.pattern
+    config, stacks = model.config, model.decoder.pattern.layer_numbers()
     modules = [_MODULES[kind.mixer] for kind in config.layer_kinds]
-    numbers = pattern.group([np.int32(i) for i in range(config.num_hidden_layers)])
-    places = {"prefix": numbers.prefix, "cycles.modules": numbers.cycle, "remainder": numbers.remainder}
     for key, leaf in jax.tree_util.tree_leaves_with_path(model):
         path = leaf_path(key)
-        match = re.fullmatch(r"decoder\.(.+?)\.runs\.(\d+)\.modules\.(.+)", path)
+        match = re.fullmatch(r"(decoder\..+?\.runs\.\d+\.modules)\.(.+)", path)
         if match is None:
             yield Leaf(path, leaf.shape, np.array(_OUTSIDE.get(path, path), object))
             continue
-        layers = np.asarray(places[match[1]][int(match[2])])
-        inside = re.sub("conv1d$", "conv1d.weight", match[3])
+        layers = np.asarray(stacks[match[1]])
+        inside = re.sub("conv1d$", "conv1d.weight", match[2])
         routed = inside.startswith("mlp.experts.")
         names = np.empty((*layers.shape, config.num_experts) if routed else layers.shape, object)
         for at in np.ndindex(names.shape):

@@ -4,7 +4,6 @@ It needs nothing from outside: the config names the tokenizer's copy. Weights ar
 """
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -41,9 +40,8 @@ def begin_run(config: TrainConfig, folder: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    with new_file(path) as partial:
+        partial.write_bytes(content)
 
 
 def save_weights(folder: Path, model: Qwen3Next) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from common import run_config, tiny_model, tokens
 from qwen3next.cli import dump_config, load_config, parse
 from qwen3next.config import Compute
 from qwen3next.errors import InputError
+from qwen3next.jaxprs import equations
 from qwen3next.remat import NAMES, Remat
 
 PACKAGE = Path(__file__).parent.parent / "qwen3next"
@@ -79,16 +79,6 @@ def test_each_name_stands_once_in_the_source():
     assert {name for name, count in Counter(written).items() if count > 1} == {"expert_rows", "expert_out"}
 
 
-def _equations(jaxpr: Any):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
-
-
 EXPECTED = {
     "linear_attention": "qkvz_proj ba_proj conv_out delta_qk delta_gates chunk_inverse chunk_states chunk_deltas"
     " delta_out gated_norm",
@@ -108,7 +98,7 @@ def test_each_layer_holds_its_names(mixer, mlp):
         return jnp.sum(model.hidden(ids, compute=compute).states)
 
     jaxpr = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(model, tokens(2, 13))[0].jaxpr
-    found = {equation.params["name"] for equation in _equations(jaxpr) if equation.primitive.name == "name"}
+    found = {equation.params["name"] for equation, _ in equations(jaxpr) if equation.primitive.name == "name"}
     assert found == {"mixer_norm", "mixer_out", "mlp_norm", *EXPECTED[mixer].split(), *EXPECTED[mlp].split()}
 
 

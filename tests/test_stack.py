@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,6 +20,7 @@ from qwen3next.cache import DeltaNetCache, empty_cache
 from qwen3next.config import Compute, LayerKind, ModelConfig, Remat
 from qwen3next.context import locate
 from qwen3next.hf import table
+from qwen3next.jaxprs import CHECKPOINT, equations
 from qwen3next.loss import balance_loss, cross_entropy_sum
 from qwen3next.model import Qwen3Next
 from qwen3next.stack import Decoder
@@ -248,24 +249,9 @@ class Scan(NamedTuple):
     outputs: list[Any]  # last carry and stacked
 
 
-def _inner(equation: Any) -> Iterator[Any]:
-    for value in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
-        value = getattr(value, "jaxpr", value)
-        if hasattr(value, "eqns"):
-            yield value
-
-
-def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Every equation, however deep, and how often it runs."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        for inner in _inner(equation):
-            yield from _equations(inner, times * equation.params.get("length", 1))
-
-
 def _scans(jaxpr: Any) -> list[Scan]:
     found = []
-    for equation, _ in _equations(jaxpr):
+    for equation, _ in equations(jaxpr):
         if equation.primitive.name == "scan":
             found.append(Scan(equation.params["reverse"], [variable.aval for variable in equation.outvars]))
     return found
@@ -321,8 +307,6 @@ def test_no_scan_of_the_forward_returns_a_parameter(placement):
 
 # --- Rematerialisation
 
-REMAT = jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0).eqns[0].primitive.name
-
 
 @pytest.mark.parametrize(
     ("layers", "placement", "expected", "cached"),
@@ -342,14 +326,14 @@ def test_number_of_rematerialised_units(layers, placement, expected, cached):
     model = tiny_model(num_hidden_layers=layers)
     cache = empty_cache(model.config, 2, 20) if cached else None
     jaxpr = jax.make_jaxpr(lambda model: model.hidden(IDS, None, cache, compute=_compute(placement)).states)(model)
-    counts = [times for equation, times in _equations(jaxpr.jaxpr) if equation.primitive.name == REMAT]
+    counts = [times for equation, times in equations(jaxpr.jaxpr) if equation.primitive.name == CHECKPOINT]
     assert sum(counts) == expected
 
 
 def _products(function: Callable[[Qwen3Next], Any]) -> int:
     flat, restore = _six_layers()
-    equations = _equations(jax.make_jaxpr(function)(restore(flat)).jaxpr)
-    return sum(times for equation, times in equations if equation.primitive.name == "dot_general")
+    walked = equations(jax.make_jaxpr(function)(restore(flat)).jaxpr)
+    return sum(times for equation, times in walked if equation.primitive.name == "dot_general")
 
 
 @functools.cache
