@@ -2,6 +2,7 @@
 
 python decode.py runs/tiny --prompt "def __init__(self"
 python decode.py CHECKPOINT --prompt-ids 1,2,3 --prompt-ids 4,5 --max-new-tokens 20 --json
+python decode.py BASE --adapter runs/lora --adapter ANOTHER --prompt "def mean(values):"
 """
 
 import argparse
@@ -15,10 +16,12 @@ from typing import TextIO, get_args
 
 import numpy as np
 
+from qwen3next.adapters import read_adapter, with_adapters
 from qwen3next.checkpoint import Checkpoint, load_checkpoint
 from qwen3next.config import Dtype
-from qwen3next.errors import InputError, Parser, exit_on_input_error
+from qwen3next.errors import InputError, Parser, exit_on_input_error, require
 from qwen3next.generate import generate
+from qwen3next.lora import adapters
 from qwen3next.tokenizer import Tokenizer
 
 
@@ -37,6 +40,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     prompts = {"dest": "prompts", "action": "append", "default": []}
     parser.add_argument("--prompt", type=str, metavar="TEXT", help="a prompt; repeat for a batch", **prompts)
     parser.add_argument("--prompt-ids", type=parse_ids, metavar="1,2,3", help="as ids; needs no tokenizer", **prompts)
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", action="append", default=[], help="on the checkpoint; repeat for more"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="at most (default 100)")
     parser.add_argument(
         "--dtype", choices=get_args(Dtype), default=None, help="of the computation (default: the checkpoint's)"
@@ -123,11 +129,21 @@ def main(argv: Sequence[str]) -> None:
         raise InputError("no prompt was given; needed: --prompt TEXT or --prompt-ids 1,2,3")
     checkpoint = load_checkpoint(args.checkpoint)
     prompts = [encode(prompt, checkpoint.tokenizer) for prompt in args.prompts]
-    made = run(checkpoint, prompts, args)
-    if args.json:
+    models, rows = [checkpoint.model], []
+    if args.adapter:
+        require(not adapters(checkpoint.model), f"{args.checkpoint} has an adapter already; give its base")
+        named = ", ".join(map(str, args.adapter))
+        models = with_adapters(checkpoint.model, [read_adapter(folder) for folder in args.adapter], named)
+    for adapter, model in zip(args.adapter or [None], models, strict=True):
+        if adapter and not args.json:
+            print(f"--- {adapter}")
+        made = run(checkpoint._replace(model=model), prompts, args)
         decode = checkpoint.tokenizer.decode if checkpoint.tokenizer else lambda _: None
-        rows = zip(prompts, made, strict=True)
-        print(json.dumps([{"prompt_ids": ids, "tokens": out, "text": decode(np.array(out))} for ids, out in rows]))
+        for ids, out in zip(prompts, made, strict=True):
+            row = {"prompt_ids": ids, "tokens": out, "text": decode(np.array(out))}
+            rows.append(row | ({"adapter": str(adapter)} if adapter else {}))
+    if args.json:
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

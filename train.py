@@ -10,22 +10,26 @@ import sys
 import time
 import zlib
 from functools import partial
+from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from qwen3next.checkpoint import fingerprint, load_base
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
 from qwen3next.data import eval_batches, read_documents, split_documents, tokenize, train_batches
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.generate import check_prompts, generate
+from qwen3next.lora import strip
 from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule
+from qwen3next.plan import show_plan
 from qwen3next.report import active_parameters, count_flops, count_parameters
-from qwen3next.resume import check_text, find_run, open_run
-from qwen3next.run_folder import METRICS, save_weights
+from qwen3next.resume import check_base, check_text, find_run, open_run
+from qwen3next.run_folder import METRICS, save_trained
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
 from qwen3next.train_state import Position, StateWriter
@@ -41,6 +45,13 @@ def main(config: TrainConfig) -> int:
 def train(config: TrainConfig, stop: StopRequest) -> int:
     """Everything from text to weights; from the folder's last saved state on if it holds one."""
     run, data, started = config.run, config.data, time.perf_counter()
+    if run.dry_run:
+        show_plan(config)
+        return 0
+    start = Path(run.init_from)
+    require(not config.lora.targets or bool(run.init_from), "lora.targets need run.init_from, the folder of the base")
+    same = run.init_from and start.resolve() == Path(run.folder).resolve()
+    require(not same, f"run.init_from and run.folder are both {run.folder}; allowed: another folder to write to")
     saved = find_run(config)
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -62,12 +73,18 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
 
     begin = partial(initial_state, config, transform)
     key = jax.random.key(run.seed)
-    if saved is None:
+    state, frozen = eqx.filter_eval_shape(begin, key)
+    partly = bool(jax.tree.leaves(frozen))  # some leaves stay as they begin, and no saved state holds them
+    base = fingerprint(start) if partly and run.init_from else ""
+    if saved is not None:
+        check_base(saved, config, base)
+    if (saved is None or partly) and run.init_from:
+        state, frozen = begin(key, load_base(start, config.model, "run.init_from "))
+    elif saved is None or partly:
         # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.
         state, frozen = jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0})(key)
-    else:
-        abstract, frozen = eqx.filter_eval_shape(begin, key)
-        state = saved.restore(abstract, abstract.params.decoder.pattern.layer_numbers())
+    if saved is not None:
+        state = saved.restore(state, state.params.decoder.pattern.layer_numbers())
     prompt = tokenizer.encode(run.sample_prompt).tolist() or [tokenizer.end_of_text]
     if run.sample_tokens:
         check_prompts(config.model, [prompt], run.sample_tokens)
@@ -85,8 +102,12 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         sides = zip(("train on", "held out"), documents, (train_corpus, held_out), strict=True)
         for name, side, corpus in sides:
             monitor.say(f"{name}: {len(side):,} documents, {corpus.text_bytes:,} bytes, {len(corpus.tokens):,} tokens")
-        parameters, active = count_parameters(state.params), active_parameters(state.params, config.model)
+        model = eqx.combine(state.params, frozen)
+        parameters, active = count_parameters(model), active_parameters(strip(model), config.model)
         monitor.say(f"model: {parameters:,} parameters, {active:,} of them active for a token, {config.compute.dtype}")
+        if partly:
+            trained = count_parameters(state.params)
+            monitor.say(f"trained: {trained:,} parameters, {trained / parameters:.2%}; the others are frozen")
         monitor.say(
             f"step: {data.batch_size} x {data.sequence_length} tokens, {flops / 1e9:.1f} GFLOP of matrix products"
         )
@@ -143,9 +164,9 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             if record:
                 tracker.log(number, record)
             if save:
-                save_weights(folder, eqx.combine(state.params, frozen))
+                save_trained(folder, eqx.combine(state.params, frozen), config)
                 size = (folder / METRICS).stat().st_size
-                place = Position(dump_config(config), text, batches.get_state(), size, stacks)
+                place = Position(dump_config(config), text, batches.get_state(), size, stacks, base)
                 states.save(state, place, held_out_loss)
             if stopping:
                 break

@@ -49,7 +49,7 @@ def make_config(folder: Path, name: str, steps: int) -> Path:
     )
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=5)
     path = folder / f"{name}.toml"
-    path.write_text(dump_config(TrainConfig(model, data, optimizer, Compute(), run)))
+    path.write_text(dump_config(TrainConfig(model, data, optimizer, Compute(), run=run)))
     return path
 
 

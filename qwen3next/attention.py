@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from qwen3next.cache import AttentionCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context
-from qwen3next.linear import Linear
+from qwen3next.linear import AbstractLinear, Linear
 from qwen3next.mixer import AbstractMixer
 from qwen3next.norms import RMSNorm
 from qwen3next.rotary import rotate
@@ -21,10 +21,10 @@ class GatedAttention(AbstractMixer[AttentionCache]):
     `q_proj` gives each head [query | gate]; the output is `o_proj(attention * sigmoid(gate))`.
     """
 
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    o_proj: Linear
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
     q_norm: RMSNorm
     k_norm: RMSNorm
     config: ModelConfig = eqx.field(static=True)

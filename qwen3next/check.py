@@ -1,18 +1,28 @@
-"""Claims about a config, checked: `python -m qwen3next.check remat CONFIG.toml [--a.b value ...]`.
+"""Claims about a config, checked: `python -m qwen3next.check remat|lora CONFIG.toml [--a.b value ...]`.
 
 Exit status 0 if all hold, 1 if one does not, 2 for bad input.
 """
 
 import sys
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 
 from qwen3next.cli import parse
+from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, exit_on_input_error
-from qwen3next.remat_checks import remat_checks
+from qwen3next.lora_checks import lora_checks
+from qwen3next.remat_checks import Check, remat_checks
 
-CHECKS = {"remat": remat_checks}
+CHECKS: dict[str, Callable[[TrainConfig], Iterator[Check]]] = {
+    "remat": lambda config: remat_checks(config.model, config.compute),
+    "lora": lora_checks,
+}
+TITLES: dict[str, Callable[[TrainConfig], str]] = {
+    "remat": lambda config: f"remat {config.compute.remat}",
+    "lora": lambda config: f"lora {', '.join(config.lora.targets)}",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -21,8 +31,8 @@ def main(argv: list[str]) -> int:
         given = f"{argv[0]!r} is unknown" if argv else "what to check is missing"
         raise InputError(f"{given}; allowed: {', '.join(CHECKS)}, then CONFIG.toml [--section.key value ...]")
     config = parse([f"check {argv[0]}", *argv[1:]])
-    table, failed = Table("check", "must be", "is", "", title=f"remat {config.compute.remat}"), 0
-    for check in CHECKS[argv[0]](config.model, config.compute):
+    table, failed = Table("check", "must be", "is", "", title=TITLES[argv[0]](config)), 0
+    for check in CHECKS[argv[0]](config):
         table.add_row(check.name, check.expected, check.found, "pass" if check.passed else "FAIL")
         failed += not check.passed
     Console(width=None if sys.stdout.isatty() else 140).print(table)

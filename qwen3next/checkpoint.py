@@ -1,15 +1,24 @@
-"""Anything that can be decoded from: a run's folder or a Hugging Face folder."""
+"""Anything that can be decoded from: a run's folder, a Hugging Face folder, or an adapter that names one of these."""
 
+import dataclasses
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+from qwen3next import adapters
+from qwen3next.adapters import is_adapter, read_adapter, with_adapters
+from qwen3next.cli import load_config
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.errors import require
 from qwen3next.hf import load_pretrained
-from qwen3next.hf_config import read_end_of_text
-from qwen3next.model import Qwen3Next
-from qwen3next.run_folder import CONFIG, TOKENIZER, is_run, load_run
+from qwen3next.hf_config import read_config, read_end_of_text
+from qwen3next.model import Qwen3Next, abstract_model
+from qwen3next.run_folder import CONFIG, TOKENIZER, WEIGHTS, is_run, load_run, load_weights
+from qwen3next.structure import read_json
 from qwen3next.tokenizer import Tokenizer, load_tokenizer
+
+_FREE = ("dtype", "router_aux_loss_coef", "initializer_range", "max_position_embeddings")
+_SAMPLES, _SAMPLE = 64, 4096
 
 
 class Checkpoint(NamedTuple):
@@ -26,19 +35,89 @@ def default_compute(config: ModelConfig) -> Compute:
     return Compute(dtype="bfloat16" if config.dtype == "bfloat16" else "float32")
 
 
+def _is_published(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _require_folder(folder: Path, role: str = "") -> None:
+    require(folder.is_dir(), f"{role}{folder} is not a folder; allowed: a run of train.py or a Hugging Face folder")
+
+
+def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
+    """The model of either kind of folder, as a start for `config`: with its dtype. `role` is what errors call it.
+
+    Raises `InputError` for a folder that holds an adapter or another architecture, with the field that differs.
+    """
+    _require_folder(folder, role)
+    run = is_run(folder)
+    require(run or _is_published(folder), f"{role}{folder} holds no checkpoint; needed: {CONFIG} or config.json")
+    whole = not run or (folder / WEIGHTS).is_file()
+    require(whole, f"{role}{folder} holds no whole model but {'an adapter' if is_adapter(folder) else 'no weights'}")
+    held = load_config(folder / CONFIG).model if run else read_config(folder)
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = (getattr(_resolved(one), field.name) for one in (config, held))
+        require(
+            field.name in _FREE or ours == theirs,
+            f"model.{field.name} is {ours!r}, and {role}{folder} has {theirs!r}; they must be equal",
+        )
+    dtype = None if held.dtype == config.dtype else config.dtype
+    if run:
+        return load_weights(folder / WEIGHTS, abstract_model(config), dtype)
+    return load_pretrained(folder, dtype)
+
+
+def _resolved(config: ModelConfig) -> ModelConfig:
+    """With the kind of each layer said outright, so that two spellings of one order are equal."""
+    dense = tuple(at for at, kind in enumerate(config.layer_kinds) if kind.mlp == "dense")
+    kinds = tuple(kind.mixer for kind in config.layer_kinds)
+    spelling = {"full_attention_interval": 4, "mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return dataclasses.replace(config, layer_types=kinds, **spelling)
+
+
+def base_of(adapter: Path) -> Path:
+    """The folder of the whole model that an adapter's folder says it belongs to; `InputError` if it is not there."""
+    base = read_json(adapter / adapters.CONFIG).get("base_model_name_or_path")
+    there = isinstance(base, str) and base != "" and Path(base).is_dir()
+    require(there, f"{adapter} is an adapter of {base!r}, which is no folder here; allowed: BASE --adapter {adapter}")
+    return Path(str(base))
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 of the headers of a folder's weights and of samples spread over them: enough to tell two trainings."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            digest.update(stream.read(8 + min(int.from_bytes(stream.read(8), "little"), size)))
+            for sample in range(_SAMPLES):
+                stream.seek(size * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _load_run(folder: Path) -> tuple[Qwen3Next, Compute]:
+    config = load_config(folder / CONFIG)
+    if not config.lora.targets:
+        return load_run(folder)[1], config.compute
+    base = load_base(Path(config.run.init_from), config.model, f"the base of {folder}, ")
+    return with_adapters(base, [read_adapter(folder)], str(folder))[0], config.compute
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads either kind of folder; `InputError` if it is neither or damaged.
+    """Reads either kind of folder, or an adapter's with the base that it names; `InputError` if it is damaged.
 
     A run that was made from a Hugging Face folder has that one's config.json, which then says how a text ends.
     """
-    require(folder.is_dir(), f"{folder} is not a folder; allowed: a run of train.py or a Hugging Face folder")
-    published = (folder / "config.json").is_file()
+    _require_folder(folder)
+    published = _is_published(folder)
+    if is_adapter(folder) and not is_run(folder) and not published:
+        checkpoint = load_checkpoint(base_of(folder))
+        return checkpoint._replace(model=with_adapters(checkpoint.model, [read_adapter(folder)], str(folder))[0])
     require(is_run(folder) or published, f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
     if is_run(folder):
-        config, model = load_run(folder)
-        compute = config.compute
+        model, compute = _load_run(folder)
         if not published:
-            tokenizer = load_tokenizer(config.data.tokenizer)
+            tokenizer = load_tokenizer(load_config(folder / CONFIG).data.tokenizer)
             return Checkpoint(model, tokenizer, (tokenizer.end_of_text,), compute)
     else:
         model = load_pretrained(folder)

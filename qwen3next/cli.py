@@ -5,14 +5,16 @@ import dataclasses
 import io
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import tyro
 
-from qwen3next.config import TrainConfig
+from qwen3next.config import ModelConfig, TrainConfig
 from qwen3next.errors import InputError, require
+from qwen3next.hf_config import read_config
 from qwen3next.remat import Remat
 from qwen3next.structure import structure
 
@@ -30,10 +32,21 @@ _REQUIRED = (
     "linear_value_head_dim",
     "num_experts",
 )
+_SHORT = {"--resume": "--run.resume", "--dry-run": "--run.dry-run", "--lora.dry-run": "--run.dry-run"}
 
 
-def parse_config(text: str, name: str) -> TrainConfig:
-    """The config of a TOML text, which errors call `name`."""
+def _base_model(folder: Path) -> ModelConfig:
+    """The architecture that a run or a Hugging Face folder holds."""
+    here = folder.is_dir() and any((folder / name).is_file() for name in ("config.toml", "config.json"))
+    require(here, f"run.init_from {folder} holds no checkpoint; needed: a run of train.py or a Hugging Face folder")
+    return load_config(folder / "config.toml").model if (folder / "config.toml").is_file() else read_config(folder)
+
+
+def parse_config(text: str, name: str, init_from: str | None = None) -> TrainConfig:
+    """The config of a TOML text, which errors call `name`.
+
+    `init_from` stands for the text's `run.init_from`, the folder that tells the model's sizes if the text does not.
+    """
     try:
         values = tomllib.loads(text)
     except ValueError as error:
@@ -43,6 +56,11 @@ def parse_config(text: str, name: str) -> TrainConfig:
         if isinstance(model, dict):
             missing = [f"model.{key}" for key in _REQUIRED if key not in model]
             require(not missing, f"required keys are missing: {', '.join(missing)}")
+        run = values.setdefault("run", {})
+        if isinstance(run, dict):
+            run |= {} if init_from is None else {"init_from": init_from}
+            if "model" not in values and isinstance(run.get("init_from"), str) and run["init_from"]:
+                values["model"] = _present(dataclasses.asdict(_base_model(Path(run["init_from"]))))
         compute = values.get("compute")
         if isinstance(compute, dict) and isinstance(compute.get("remat"), str):
             compute["remat"] = dataclasses.asdict(Remat.of(compute["remat"]))
@@ -51,10 +69,10 @@ def parse_config(text: str, name: str) -> TrainConfig:
         raise InputError(f"{name}: {error}") from error
 
 
-def load_config(path: Path) -> TrainConfig:
+def load_config(path: Path, init_from: str | None = None) -> TrainConfig:
     """The config of a TOML file. A relative `data.tokenizer` that lies beside the file is that one."""
     try:
-        config = parse_config(path.read_text(encoding="utf-8"), str(path))
+        config = parse_config(path.read_text(encoding="utf-8"), str(path), init_from)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a readable TOML file ({error})") from error
     beside = path.parent / config.data.tokenizer
@@ -65,13 +83,14 @@ def load_config(path: Path) -> TrainConfig:
 
 def dump_config(config: TrainConfig) -> str:
     """The whole config as TOML; `load_config` of it gives an equal one."""
+    return tomli_w.dumps(_present(dataclasses.asdict(config)))
 
-    def present(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: present(item) for key, item in value.items() if item is not None}
-        return list(value) if isinstance(value, tuple) else value
 
-    return tomli_w.dumps(present(dataclasses.asdict(config)))
+def _present(value: Any) -> Any:
+    """Without what is `None`, for which TOML has no word."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _override(config: TrainConfig, args: list[str], program: str) -> TrainConfig:
@@ -89,7 +108,7 @@ def _override(config: TrainConfig, args: list[str], program: str) -> TrainConfig
 
 
 def _spell_out(args: list[str]) -> list[str]:
-    """Short forms as the flags of fields: `--resume X`, and `--compute.remat PLACEMENT/POLICY`."""
+    """Short forms as the flags of fields: `--resume X`, `--dry-run`, and `--compute.remat PLACEMENT/POLICY`."""
     args, spelt = [part for arg in args for part in ([arg] if arg[:2] != "--" else arg.split("=", 1))], []
     while args:
         arg, *args = args
@@ -99,7 +118,7 @@ def _spell_out(args: list[str]) -> list[str]:
             spelt += ["--compute.remat.placement", remat.placement, "--compute.remat.policy", remat.policy]
             spelt.append(f"--compute.remat.{barrier}")
         else:
-            spelt.append("--run.resume" if arg == "--resume" else arg)
+            spelt.append(_SHORT.get(arg, arg))
     return spelt
 
 
@@ -114,4 +133,6 @@ def parse(argv: list[str]) -> TrainConfig:
             )
             sys.exit(0)
         raise InputError(f"the first argument must be a config, {usage} [--section.key value ...]")
-    return _override(load_config(Path(args[0])), _spell_out(args[1:]), usage)
+    spelt = _spell_out(args[1:])
+    named = [value for flag, value in pairwise(spelt) if flag in ("--run.init-from", "--run.init_from")]
+    return _override(load_config(Path(args[0]), named[-1] if named else None), spelt, usage)

@@ -246,13 +246,16 @@ class DataConfig:
     """Where text comes from and how it is cut into rows.
 
     `source`: `stdlib` (the Python standard library's own source files), or a file, folder or glob of text or `.jsonl`.
+    `docstrings` are prompts and completions made of it: a function's head, and what its docstring says first.
     `tokenizer`: `bytes`, or the path of a Hugging Face `tokenizer.json`. `text_field`: the field of a JSONL record.
+    `prompt_field`: if given, records hold a prompt, too, on which there is no loss, before the text.
     `batch_size`: rows of one optimizer step. `held_out`: share of the documents kept for evaluation.
     """
 
     source: str = "stdlib"
     tokenizer: str = "bytes"
     text_field: str = "text"
+    prompt_field: str = ""
     sequence_length: int = 512
     batch_size: int = 8
     held_out: float = 0.03
@@ -264,7 +267,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay to `final_fraction` of the peak; weight decay on matrices alone."""
+    """AdamW with linear warm-up and cosine decay to `final_fraction` of the peak; weight decay on matrices alone.
+
+    `rules`: exceptions, each a pattern of leaves' paths and what holds for them, the last one that matches counting:
+    `"lora_B learning_rate=16"` (times the schedule's), `"mlp.gate.weight decay=no"`, `"embed_tokens.* frozen"`.
+    """
 
     learning_rate: float = 3e-4
     warmup_steps: int = 100
@@ -274,6 +281,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    rules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive("optimizer", learning_rate=self.learning_rate, epsilon=self.epsilon, clip_norm=self.clip_norm)
@@ -287,6 +295,27 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters (Hu et al. 2021) on the matrices that `targets` names; without targets there are none.
+
+    A target is a preset of `qwen3next/lora.py` (`all-linear`, `attention`, `experts`, ..) or a pattern of published
+    names such as `self_attn.q_proj` or `mlp.experts.*`, and `=RANK` after it gives it a rank of its own (`=0`: none).
+    The update `B A` counts `alpha / rank`, with `rslora` `alpha / sqrt(rank)` (Kalajdzievski 2023). `dropout` falls on
+    what A is applied to.
+    """
+
+    targets: tuple[str, ...] = ()
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive("lora", rank=self.rank, alpha=self.alpha)
+        require(0 <= self.dropout < 1, f"lora.dropout is {self.dropout}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run. `accumulate`: microbatches of an optimizer step. `eval_batches`: batches of an evaluation
     during the run; the last one reads all held-out text. `wandb`: what Weights & Biases does with the metrics.
@@ -294,6 +323,8 @@ class RunConfig:
     `resume`: what a run does with a folder that holds one: go on from its last saved state if there is one (`auto`),
     refuse (`never`), or go on and nothing else (`must`). `overwrite`: begin anew in its place.
     `save_every`: steps between saved states, of which the last `keep` stay, and the one with the lowest held-out loss.
+    `init_from`: a run or Hugging Face folder whose weights the run begins with. `dry_run`: print what would be trained,
+    and how, and stop.
     """
 
     folder: str = "runs/default"
@@ -310,6 +341,8 @@ class RunConfig:
     sample_prompt: str = "def "
     sample_tokens: int = 100
     wandb: Literal["off", "offline", "online"] = "offline"
+    init_from: str = ""
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every", "keep")
@@ -328,6 +361,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     compute: Compute = field(default_factory=Compute)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,8 @@ from typing import Any, get_args
 
 import tokenizers
 
-from qwen3next.checkpoint import default_compute
+from qwen3next.adapters import fitted, is_adapter, read_adapter
+from qwen3next.checkpoint import base_of, default_compute
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import DataConfig, RunConfig, StoredDtype, TrainConfig
 from qwen3next.errors import InputError, Parser, exit_on_input_error, require
@@ -95,16 +96,16 @@ class Target:
         own = lay_out_file(folder / WEIGHTS, self._leaves, metadata)
         return [own, lay_out_file(folder / MTP, self._raw, {"format": "pt"})] if self.mtp else [own]
 
-    def pairs(self, layouts: list[Layout]) -> Iterator[tuple[Stored, Stored]]:
-        """Each tensor's place in the source and in the target, in the order of the source's files."""
+    def pairs(self, layouts: list[Layout]) -> Iterator[tuple[str, Stored, Stored]]:
+        """Each tensor's name, and its place in the source and in the target, in the order of the source's files."""
         held = {name: stored for layout in layouts for name, stored in layout.tensors.items()}
         places = dict(held)
         if self.args.to == "run":
             places |= dict(part for leaf in self.plan.leaves for part in leaf.cut(held[leaf.path]))
         for name, stored in sorted(self.plan.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
-            yield stored, places[name]
+            yield name, stored, places[name]
         for name, stored in self.mtp.items():
-            yield stored.raw(), held[name].raw()
+            yield name, stored.raw(), held[name].raw()
 
 
 def _dtypes(stored: Iterable[Stored | Spec]) -> str:
@@ -167,17 +168,35 @@ def _write_trained_tokenizer(new: Path, source: Path) -> tuple[int, ...]:
     return (end,)
 
 
+def find_adapter(args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """The folder with the whole model, and the one with what is to be merged into it, if there is one.
+
+    The source may itself be a run that trained adapters, or an adapter that names its base.
+    """
+    source, own = args.source, is_adapter(args.source)
+    if not own:
+        return source, args.adapter
+    require(args.adapter is None, f"{source} is an adapter itself; give its base and --adapter, or it alone")
+    return base_of(source), source
+
+
 def convert(args: argparse.Namespace) -> None:
     """The whole job: plan, print it, and unless it is a dry run carry it out. Raises `InputError`."""
-    source, run = args.source, is_run(args.source)
-    args.to = args.to or ("hf" if run else "run")
+    source, adapter = find_adapter(args)
+    run = is_run(source)
+    args.to = args.to or ("hf" if run or adapter else "run")
     require(not run or args.to == "hf", f"{source} is a run already; allowed: --to hf")
-    here, there = source.resolve(), args.target.resolve()
-    require(there != here and there not in here.parents, f"{args.target} is or holds {source}; give another folder")
+    there = args.target.resolve()
+    for folder in (source, args.source, *([adapter] if adapter else [])):
+        here = folder.resolve()
+        require(there != here and there not in here.parents, f"{args.target} is or holds {folder}; give another folder")
     check_new_folder(args.target, args.overwrite)
     plan, dtypes = plan_run(source) if run else (plan_pretrained(source), {})
     print("\n".join(describe(plan)))
     require_no(plan.faults)
+    updates = fitted(read_adapter(adapter), plan.leaves, str(adapter)) if adapter else {}
+    if updates:
+        print(f"merge:    {len(updates):,} tensors with the updates of {adapter}")
     target = Target(plan, args, dtypes)
     print("\n".join(describe_target(target)), flush=True)
     if args.dry_run:
@@ -191,8 +210,9 @@ def convert(args: argparse.Namespace) -> None:
         layouts = target.layouts(new)
         for layout in layouts:
             layout.create()
-        for stored, place in target.pairs(layouts):
-            copy(stored, place, allow_nonfinite=args.allow_nonfinite)
+        for name, stored, place in target.pairs(layouts):
+            carry = updates[name].merge if name in updates else copy
+            carry(stored, place, allow_nonfinite=args.allow_nonfinite)
             advance(place.nbytes)
         ends: tuple[int, ...] = ()
         if run and not (source / "config.json").is_file():
@@ -212,7 +232,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     flag: dict[str, Any] = {"action": "store_true"}
     parser.add_argument("source", type=Path, metavar="SRC", help="a run of train.py, or a Hugging Face folder")
     parser.add_argument("target", type=Path, metavar="DST", help="a new folder")
-    parser.add_argument("--to", choices=("hf", "run"), help="what DST becomes (default: what SRC is not)")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="merge this adapter (PEFT's files) into the model"
+    )
+    parser.add_argument("--to", choices=("hf", "run"), help="what DST becomes (default: what SRC is not; hf if merged)")
     parser.add_argument("--dtype", choices=get_args(StoredDtype), help="cast all but decay parameters, then float32")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default 5GB)")
     parser.add_argument(

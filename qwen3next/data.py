@@ -4,6 +4,7 @@ A document is stored as `[end_of_text] + tokens + [end_of_text]`, so that each o
 model learns to stop. Rows are cut from the concatenation and overlap by one token: a prediction is in exactly one row.
 """
 
+import dataclasses
 import glob
 import hashlib
 import json
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from qwen3next.config import IGNORED_LABEL, DataConfig
+from qwen3next.docstrings import read_docstrings
 from qwen3next.errors import InputError
 from qwen3next.tokenizer import Tokenizer
 
@@ -30,10 +32,14 @@ Batch = dict[str, Int32[np.ndarray, "batch seq"]]
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the name that errors call it by: a file, or `file:line` of a JSONL file."""
+    """One text and the name that errors call it by: a file, or `file:line` of a JSONL file.
+
+    What stands in `prompt`, before the text, is read and not learnt.
+    """
 
     name: str
     text: bytes
+    prompt: bytes = b""
 
 
 def read_documents(config: DataConfig) -> list[Document]:
@@ -44,16 +50,18 @@ def read_documents(config: DataConfig) -> list[Document]:
     """
     documents: list[Document] = []
     try:
-        for path in _find_files(config.source):
-            if path.suffix.lower() == ".jsonl":
-                documents += _read_jsonl(path, config.text_field)
+        for path in _find_files("stdlib" if config.source == "docstrings" else config.source):
+            if config.source == "docstrings":
+                documents += [Document(*fields) for fields in read_docstrings(path)]
+            elif path.suffix.lower() == ".jsonl":
+                documents += _read_jsonl(path, config.text_field, config.prompt_field)
             else:
                 documents.append(Document(str(path), path.read_bytes()))
     except OSError as error:
         raise InputError(f"data.source: cannot read {error.filename or config.source!r}: {error.strerror}") from error
     documents = [document for document in documents if document.text]
     if not documents:
-        allowed = "'stdlib', a file, a folder, or a glob of text or .jsonl files"
+        allowed = "'stdlib', 'docstrings', a file, a folder, or a glob of text or .jsonl files"
         raise InputError(f"data.source: no text in {config.source!r}; give {allowed}")
     return documents
 
@@ -72,7 +80,8 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int) -
     if len(documents) == 1:
         (document,) = documents
         cut = _tail_start(document, held_out)
-        return [Document(document.name, document.text[:cut])], [Document(document.name, document.text[cut:])]
+        head, tail = (dataclasses.replace(document, text=text) for text in (document.text[:cut], document.text[cut:]))
+        return [head], [tail]
     count = min(max(round(held_out * len(documents)), 1), len(documents) - 1)
     drawn = set(np.random.default_rng(seed).permutation(len(documents))[:count].tolist())
     train = [document for number, document in enumerate(documents) if number not in drawn]
@@ -81,16 +90,26 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int) -
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """All documents as one run of tokens; document d is `tokens[starts[d]:starts[d + 1]]`, ends of text included."""
+    """All documents as one run of tokens; document d is `tokens[starts[d]:starts[d + 1]]`, ends of text included.
+
+    The first `prompts[d]` tokens of document d are not predicted: its first end of text and, if it has one, its prompt.
+    """
 
     tokens: Int32[np.ndarray, " tokens"]
     starts: Int64[np.ndarray, " documents"]
     end_of_text: int
     text_bytes: int  # of the original text, for bits per byte
+    prompts: Int64[np.ndarray, " documents"]
 
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens and of where documents begin."""
-        return hashlib.sha256(self.tokens.tobytes() + self.starts.tobytes()).hexdigest()
+        """SHA-256 of the tokens, of where documents begin and, if there are any, of where prompts end."""
+        prompts = self.prompts.tobytes() if (self.prompts > 1).any() else b""
+        return hashlib.sha256(self.tokens.tobytes() + self.starts.tobytes() + prompts).hexdigest()
+
+    @property
+    def predictions(self) -> int:
+        """Tokens that are predicted."""
+        return len(self.tokens) - int(self.prompts.sum())
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenizedCorpus:
@@ -100,13 +119,15 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: in
         raise InputError("data.source: no document to tokenize; at least one is needed")
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     end_of_text = np.array([tokenizer.end_of_text], np.int32)
-    pieces = []
+    pieces, prompts = [], []
     for document in documents:
         try:
+            prompt = tokenizer.encode(document.prompt) if document.prompt else end_of_text[:0]
             tokens = tokenizer.encode(document.text)
         except InputError as error:
             raise InputError(f"data.source: {document.name}: {error}") from error
-        pieces.append(np.concatenate([end_of_text, tokens, end_of_text]))
+        pieces.append(np.concatenate([end_of_text, prompt, tokens, end_of_text]))
+        prompts.append(1 + len(prompt))
         if (largest := pieces[-1].max()) >= vocab_size:
             raise InputError(f"data.tokenizer: {document.name} has id {largest}; the vocabulary has {vocab_size} ids")
     lengths = np.array([len(piece) for piece in pieces], np.int64)
@@ -115,15 +136,16 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: in
         starts=np.cumsum(lengths) - lengths,
         end_of_text=tokenizer.end_of_text,
         text_bytes=sum(len(document.text) for document in documents),
+        prompts=np.array(prompts, np.int64),
     )
 
 
 class RowSource(grain.sources.RandomAccessDataSource[Row]):
     """Row i holds the inputs `tokens[i * n : (i + 1) * n]`, n = `sequence_length`, and their labels.
 
-    A label is `IGNORED_LABEL` where the next token belongs to another document or there is none. Past the end of the
-    corpus the inputs are `end_of_text` in segment 0. Raises `InputError` for a length below 1, `IndexError` for a row
-    that is not there.
+    A label is `IGNORED_LABEL` where the next token belongs to a prompt or another document, or there is none. Past the
+    end of the corpus the inputs are `end_of_text` in segment 0. Raises `InputError` for a length below 1, `IndexError`
+    for a row that is not there.
     """
 
     def __init__(self, corpus: TokenizedCorpus, sequence_length: int) -> None:
@@ -142,13 +164,16 @@ class RowSource(grain.sources.RandomAccessDataSource[Row]):
         tokens = self.corpus.tokens[first : first + self.sequence_length + 1]
         low, high = np.searchsorted(self.corpus.starts, [first + 1, first + len(tokens)])
         starts = self.corpus.starts[low:high] - first  # of the documents that begin in this row, after its first token
+        held = range(max(low - 1, 0), high)  # all documents in it
         is_start = np.zeros(len(tokens), np.int32)
         is_start[starts] = 1
         real = min(len(tokens), self.sequence_length)
         row = self.padding()
         row["input_ids"][:real] = tokens[:real]
         row["labels"][: len(tokens) - 1] = tokens[1:]
-        row["labels"][starts - 1] = IGNORED_LABEL
+        for document in held:
+            begin = int(self.corpus.starts[document]) - first
+            row["labels"][max(begin - 1, 0) : max(begin - 1 + int(self.corpus.prompts[document]), 0)] = IGNORED_LABEL
         row["segment_ids"][:real] = 1 + np.cumsum(is_start)[:real]
         return row
 
@@ -218,22 +243,27 @@ def _walk(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:
     return sorted(path for path in found if path.match(pattern) and path.is_file())
 
 
-def _read_jsonl(path: Path, text_field: str) -> list[Document]:
+def _read_jsonl(path: Path, text_field: str, prompt_field: str) -> list[Document]:
     lines = enumerate(path.read_bytes().split(b"\n"), start=1)
-    return [_read_record(f"{path}:{number}", line, text_field) for number, line in lines if line.strip()]
+    return [_read_record(f"{path}:{number}", line, text_field, prompt_field) for number, line in lines if line.strip()]
 
 
-def _read_record(name: str, line: bytes, text_field: str) -> Document:
+def _read_record(name: str, line: bytes, text_field: str, prompt_field: str) -> Document:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"data.source: {name} is not JSON; each line must be one JSON object") from error
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        raise InputError(f"data.text_field: {name} has no string {text_field!r}; each line must be an object with one")
-    try:
-        return Document(name, record[text_field].encode())
-    except UnicodeEncodeError as error:
-        raise InputError(f"data.text_field: {name} has a lone surrogate in {text_field!r}; give Unicode") from error
+    texts = []
+    for key, field in (("text", text_field), ("prompt", prompt_field)):
+        if not field:
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            raise InputError(f"data.{key}_field: {name} has no string {field!r}; each line must be an object with one")
+        try:
+            texts.append(record[field].encode())
+        except UnicodeEncodeError as error:
+            raise InputError(f"data.{key}_field: {name} has a lone surrogate in {field!r}; give Unicode") from error
+    return Document(name, *texts)
 
 
 def _tail_start(document: Document, held_out: float) -> int:

@@ -10,7 +10,7 @@ from qwen3next.cache import DeltaNetCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context, Packing
 from qwen3next.delta_rule import gated_delta_rule
-from qwen3next.linear import Linear, normal
+from qwen3next.linear import AbstractLinear, Linear, normal
 from qwen3next.mixer import AbstractMixer
 from qwen3next.norms import GatedRMSNorm, l2_norm
 
@@ -59,13 +59,13 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
     The convolution's channels are not: all q, all k, all v. Key head j serves value heads jR to jR+R-1.
     """
 
-    in_proj_qkvz: Linear
-    in_proj_ba: Linear
+    in_proj_qkvz: AbstractLinear
+    in_proj_ba: AbstractLinear
     conv1d: Float[Array, "channels 1 kernel"]
     A_log: Float[Array, " value_heads"]
     dt_bias: Float[Array, " value_heads"]
     norm: GatedRMSNorm
-    out_proj: Linear
+    out_proj: AbstractLinear
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):

@@ -37,8 +37,7 @@ def evaluate(
     for batch in islice(batches, limit):
         batch_nats, batch_count = _batch_loss(model, jax.tree.map(jnp.asarray, batch), compute)
         nats, count = nats + float(batch_nats), count + float(batch_count)
-    predictions = len(corpus.tokens) - len(corpus.starts)
-    text_bytes = corpus.text_bytes * count / predictions
+    text_bytes = corpus.text_bytes * count / corpus.predictions
     return {"loss": nats / count, "bits_per_byte": nats / math.log(2) / text_bytes}
 
 

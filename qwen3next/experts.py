@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from qwen3next.config import Dispatch, ModelConfig
-from qwen3next.linear import normal
+from qwen3next.linear import AbstractLinear, Linear, Product
 
 _LARGEST_BLOCK = 128
 
@@ -56,54 +56,54 @@ _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def _grouped_product(
-    rows: Float[Array, "places in"], weight: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
-) -> Float[Array, "places out"]:
-    return jax.lax.ragged_dot_general(rows, weight, sizes, _BY_GROUP)
-
-
-def _swiglu(gate: Float[Array, "*rows expert"], up: Float[Array, "*rows expert"]) -> Float[Array, "*rows expert"]:
-    gate, up = (checkpoint_name(y, "expert_hidden") for y in (gate, up))
-    return jax.nn.silu(gate) * up
-
-
 class Experts(eqx.Module):
     """`num_experts` SwiGLU experts of width `moe_intermediate_size`, stacked."""
 
-    gate_proj: Float[Array, "experts expert hidden"]
-    up_proj: Float[Array, "experts expert hidden"]
-    down_proj: Float[Array, "experts hidden expert"]
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+    num_experts: int = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         c, std, dtype = config, config.initializer_range, jnp.dtype(config.dtype)
+        hidden, width, experts = c.hidden_size, c.moe_intermediate_size, c.num_experts
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        shape = (c.num_experts, c.moe_intermediate_size, c.hidden_size)
-        self.gate_proj = normal(gate_key, shape, std, dtype)
-        self.up_proj = normal(up_key, shape, std, dtype)
-        self.down_proj = normal(down_key, (c.num_experts, c.hidden_size, c.moe_intermediate_size), std, dtype)
+        self.gate_proj = Linear(hidden, width, std, dtype, experts=experts, key=gate_key)
+        self.up_proj = Linear(hidden, width, std, dtype, experts=experts, key=up_key)
+        self.down_proj = Linear(width, hidden, std, dtype, experts=experts, key=down_key)
+        self.num_experts = experts
+
+    def _swiglu(self, rows: Float[Array, "*rows hidden"], product: Product) -> Float[Array, "*rows hidden"]:
+        rows = checkpoint_name(rows, "expert_rows")
+        gate, up = (checkpoint_name(y(rows, product), "expert_hidden") for y in (self.gate_proj, self.up_proj))
+        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up, product), "expert_out")
 
     def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Every expert on every token: the reference."""
-        gate, up, down = (w.astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        inner = _swiglu(jnp.einsum("th,eih->tei", x, gate), jnp.einsum("th,eih->tei", x, up))
-        one_hot = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)
+
+        def product(rows: Array, weight: Array) -> Array:
+            return jnp.einsum("tei,eoi->teo", rows, weight.astype(rows.dtype))
+
+        rows = jnp.broadcast_to(x[:, None], (x.shape[0], self.num_experts, x.shape[1]))
+        one_hot = jax.nn.one_hot(chosen, self.num_experts, dtype=x.dtype)
         share = jnp.einsum("tk,tke->te", weights, one_hot)
-        return jnp.einsum("tei,ehi,te->th", inner, down, share)
+        return jnp.einsum("te,teh->th", share, self._swiglu(rows, product))
 
     def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, and a grouped product over them."""
-        gate, up, down = (w.astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         source = jnp.argsort(chosen.reshape(-1), stable=True)
         place = jnp.argsort(source).reshape(chosen.shape)
-        sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-        rows = checkpoint_name(_send(x, source, place), "expert_rows")
-        inner = _swiglu(_grouped_product(rows, gate, sizes), _grouped_product(rows, up, sizes))
-        out = checkpoint_name(_grouped_product(inner, down, sizes), "expert_out")
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
+
+        def product(rows: Array, weight: Array) -> Array:
+            return jax.lax.ragged_dot_general(rows, weight.astype(rows.dtype), sizes, _BY_GROUP)
+
+        out = self._swiglu(_send(x, source, place), product)
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, each expert's filled up to whole blocks, and one batched product of blocks."""
-        experts, assignments = self.gate_proj.shape[0], chosen.size
+        experts, assignments = self.num_experts, chosen.size
         size = _block_size(assignments, experts)
         blocks = (assignments + min(experts, assignments) * (size - 1)) // size
         flat = chosen.reshape(-1)
@@ -116,11 +116,13 @@ class Experts(eqx.Module):
         empty = jnp.full(blocks * size, assignments, jnp.int32)
         source = empty.at[place].set(jnp.arange(assignments, dtype=jnp.int32), unique_indices=True)
         owner = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
-        gate, up, down = (w[owner].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+
+        def product(rows: Array, weight: Array) -> Array:
+            return jnp.einsum("nbi,noi->nbo", rows, weight[owner].astype(rows.dtype))
+
         place = place.reshape(chosen.shape)
-        rows = checkpoint_name(_send(x, source, place), "expert_rows").reshape(blocks, size, -1)
-        inner = _swiglu(jnp.einsum("nbh,nih->nbi", rows, gate), jnp.einsum("nbh,nih->nbi", rows, up))
-        out = checkpoint_name(jnp.einsum("nbi,nhi->nbh", inner, down), "expert_out").reshape(blocks * size, -1)
+        rows = _send(x, source, place).reshape(blocks, size, -1)
+        out = self._swiglu(rows, product).reshape(blocks * size, -1)
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def __call__(

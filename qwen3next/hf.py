@@ -32,7 +32,7 @@ from qwen3next.tensor_writer import kind_spec, lay_out_folder, new_folder, parse
 from qwen3next.tree import leaf_path
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OUTSIDE = {"embed_tokens": EMBED, "norm.weight": "model.norm.weight"}
+_OUTSIDE = {"embed_tokens.weight": EMBED, "norm.weight": "model.norm.weight"}
 _MODULES = {"linear_attention": "linear_attn", "full_attention": "self_attn"}
 # What else a folder says about its model.
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -57,7 +57,7 @@ def table(model: Qwen3Next) -> Iterator[Leaf]:
             layer = int(layers[at[: layers.ndim]])
             name = re.sub("^mixer", modules[layer], inside)
             if routed:
-                name = name.replace("mlp.experts.", f"mlp.experts.{at[-1]}.") + ".weight"
+                name = name.replace("mlp.experts.", f"mlp.experts.{at[-1]}.")
             names[at] = f"model.layers.{layer}.{name}"
         yield Leaf(path, leaf.shape, names)
 

@@ -7,15 +7,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.config import ModelConfig
-from qwen3next.linear import Linear
+from qwen3next.linear import AbstractLinear, Linear
 
 
 class MLP(eqx.Module):
     """`down(silu(gate x) * up x)` (Shazeer 2020, "GLU variants improve Transformer")."""
 
-    gate_proj: Linear
-    up_proj: Linear
-    down_proj: Linear
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
 
     def __init__(self, config: ModelConfig, width: int, *, key: PRNGKeyArray):
         hidden, std, dtype = config.hidden_size, config.initializer_range, jnp.dtype(config.dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from qwen3next.cache import Cache
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.context import locate
-from qwen3next.linear import Linear, normal
+from qwen3next.linear import AbstractEmbedding, AbstractLinear, Embedding, Linear
 from qwen3next.moe import RouterStats
 from qwen3next.norms import RMSNorm
 from qwen3next.sharding import shard_rows
@@ -33,16 +33,16 @@ class Qwen3Next(eqx.Module):
     There is one forward. Training, a prefill, a piece of one and a decode step differ in their data alone.
     """
 
-    embed_tokens: Float[Array, "vocab hidden"]
+    embed_tokens: AbstractEmbedding
     decoder: Decoder
     norm: RMSNorm
-    lm_head: Linear | None
+    lm_head: AbstractLinear | None
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         c, dtype = config, jnp.dtype(config.dtype)
         embed_key, decoder_key, head_key = jax.random.split(key, 3)
-        self.embed_tokens = normal(embed_key, (c.vocab_size, c.hidden_size), c.initializer_range, dtype)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, c.initializer_range, dtype, key=embed_key)
         self.decoder = Decoder(c, key=decoder_key)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.lm_head = None
@@ -67,7 +67,7 @@ class Qwen3Next(eqx.Module):
         `InputError`, or under `jit` give NaN. `positions` are the rotary ones; by default a document counts from 0.
         """
         context, cache = locate(self.config, compute, input_ids.shape, segment_ids, positions, cache)
-        h = shard_rows(self.embed_tokens[input_ids].astype(jnp.dtype(compute.dtype)))
+        h = shard_rows(self.embed_tokens(input_ids, jnp.dtype(compute.dtype)))
         layers = (None,) * self.config.num_hidden_layers if cache is None else cache.layers
         h, layers, router = self.decoder(h, layers, context)
         if cache is not None:
@@ -76,9 +76,8 @@ class Qwen3Next(eqx.Module):
 
     def logits(self, states: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Next-token logits of final-normed hidden states, in their dtype."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head.weight
         with jax.named_scope("lm_head"):
-            return jnp.einsum("...h,vh->...v", states, head.astype(states.dtype))
+            return self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
 
 
 @functools.lru_cache(maxsize=16)

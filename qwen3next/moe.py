@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context
 from qwen3next.experts import Experts
-from qwen3next.linear import Linear
+from qwen3next.linear import AbstractLinear, Linear
 from qwen3next.mlp import MLP
 from qwen3next.sharding import summed
 
@@ -28,10 +28,10 @@ class RouterStats(eqx.Module):
 class MoE(eqx.Module):
     """`sum of the top-k experts, by router weight, + sigmoid(gate x) * shared expert`; no capacity, none dropped."""
 
-    gate: Linear
+    gate: AbstractLinear
     experts: Experts
     shared_expert: MLP
-    shared_expert_gate: Linear
+    shared_expert_gate: AbstractLinear
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):

@@ -82,7 +82,8 @@ class Pattern(NamedTuple):
         """Which layers each stack of a model holds: its path, and nested lists in the shape of its leading axes."""
         cycle = sum(run.length for run in self.cycle)
         outside = sum(run.length for run in (*self.prefix, *self.remainder))
-        grouped = self.group([np.int32(number) for number in range(outside + self.repeats * cycle)])
+        with jax.ensure_compile_time_eval():  # these are numbers, also while a program is traced
+            grouped = self.group([np.int32(number) for number in range(outside + self.repeats * cycle)])
         places = {"prefix": grouped.prefix, "cycles.modules": grouped.cycle, "remainder": grouped.remainder}
         return {
             f"decoder.{place}.runs.{number}.modules": np.asarray(layers).tolist()

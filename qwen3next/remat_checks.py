@@ -42,7 +42,8 @@ class Check(NamedTuple):
     passed: bool
 
 
-def _same(name: str, expected: Any, found: Any) -> Check:
+def same(name: str, expected: Any, found: Any) -> Check:
+    """The check that two values are equal."""
     return Check(name, str(expected), str(found), expected == found)
 
 
@@ -191,9 +192,9 @@ def _traced(config: ModelConfig, compute: Compute) -> Iterator[Check]:
     units, again = _Units(config, compute).counts()
     for cached in (False, True):
         jaxpr, words = _forward(config, compute, cached), "with caches" if cached else "without caches"
-        yield _same(f"units of rematerialisation, {words}", units, remat_regions(jaxpr))
+        yield same(f"units of rematerialisation, {words}", units, remat_regions(jaxpr))
         deepest = 0 if not units else 2 if remat.placement == "both" else 1
-        yield _same(f"units inside each other, {words}", deepest, _depth(jaxpr))
+        yield same(f"units inside each other, {words}", deepest, _depth(jaxpr))
 
     ids = jnp.zeros((_BATCH, _LENGTH), jnp.int32)
 
@@ -201,7 +202,7 @@ def _traced(config: ModelConfig, compute: Compute) -> Iterator[Check]:
         return _products(lambda model: model.hidden(ids, compute=compute), abstract_model(config))
 
     none = dataclasses.replace(compute, remat=Remat("none"))
-    yield _same("products computed again", again, products(compute) - products(none))
+    yield same("products computed again", again, products(compute) - products(none))
 
 
 def _kept(config: ModelConfig, compute: Compute) -> Iterator[Check]:
@@ -252,7 +253,7 @@ def _compiled(config: ModelConfig, compute: Compute) -> Iterator[Check]:
     text = jax.jit(gradient, compiler_options=_QUICK).lower(model).compile().as_text() or ""
     left = len(re.findall(r' while\(.*"known_trip_count":\{"n":"1"\}', text))
     wanted = loops if compute.remat.barrier and not compute.unroll else 0
-    yield _same("loops of one iteration in the compiled program", wanted, left)
+    yield same("loops of one iteration in the compiled program", wanted, left)
 
 
 def _agreeing(config: ModelConfig, compute: Compute) -> Iterator[Check]:

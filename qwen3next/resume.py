@@ -11,7 +11,7 @@ from typing import Any
 from qwen3next.cli import load_config, parse_config
 from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, require
-from qwen3next.run_folder import CONFIG, METRICS, STATES, TOKENIZER, WEIGHTS, begin_run, write_config
+from qwen3next.run_folder import ADAPTER, CONFIG, METRICS, STATES, TOKENIZER, WEIGHTS, begin_run, write_config
 from qwen3next.train_state import SavedState, latest_state
 
 # What may differ when a run goes on. Where text comes from is judged by the text itself: see `check_text`.
@@ -57,7 +57,7 @@ def find_run(config: TrainConfig) -> SavedState | None:
     """
     run, folder = config.run, Path(config.run.folder)
     require(not folder.exists() or folder.is_dir(), f"run.folder {folder} is a file; it must be a folder or a new name")
-    held = [name for name in (CONFIG, METRICS, WEIGHTS, TOKENIZER, STATES) if (folder / name).exists()]
+    held = [name for name in (CONFIG, METRICS, WEIGHTS, *ADAPTER, TOKENIZER, STATES) if (folder / name).exists()]
     if run.overwrite:
         require(run.resume != "must", "run.overwrite begins a run anew and run.resume 'must' continues one; give one")
         return None
@@ -69,7 +69,7 @@ def find_run(config: TrainConfig) -> SavedState | None:
     if saved is None:
         require(run.resume != "must", f"run.folder {folder} holds no saved state; needed: a run that has saved one")
         # Killed before its first save, a run has lost all steps and is begun again.
-        begun = CONFIG in held and WEIGHTS not in held
+        begun = CONFIG in held and not {WEIGHTS, *ADAPTER} & set(held)
         require(begun or not held, f"{holds} without a state to go on from; allowed: another folder or --run.overwrite")
         if begun:
             _require_same(folder, load_config(folder / CONFIG), config)
@@ -86,6 +86,15 @@ def find_run(config: TrainConfig) -> SavedState | None:
         f"{saved.position.metrics_bytes}: put the file back, or begin anew with --run.overwrite",
     )
     return saved
+
+
+def check_base(saved: SavedState, config: TrainConfig, base: str) -> None:
+    """Raises `InputError` if the weights under a run's adapters are no longer those of the saved state."""
+    require(
+        saved.position.base == base,
+        f"run.init_from {config.run.init_from} does not hold the weights that the run in {config.run.folder} began "
+        f"with; allowed: the same weights, another run.folder, or --run.overwrite",
+    )
 
 
 def check_text(saved: SavedState, config: TrainConfig, text: str) -> None:

@@ -1,6 +1,7 @@
 """A run's folder: `config.toml`, `metrics.jsonl`, `model.safetensors`, `states/`, and `tokenizer.json` if it uses one.
 
-It needs nothing from outside: the config names the tokenizer's copy. Weights are leaves by path.
+It needs nothing from outside: the config names the tokenizer's copy. Weights are leaves by path. A run that trains
+adapters holds these in place of weights, as a PEFT folder does, and its config names the base.
 """
 
 import dataclasses
@@ -10,8 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from qwen3next import adapters
 from qwen3next.cli import dump_config, load_config
-from qwen3next.config import TrainConfig
+from qwen3next.config import StoredDtype, TrainConfig
 from qwen3next.errors import require
 from qwen3next.leaves import find_faults, leaves_by_path, load_leaves, require_no
 from qwen3next.model import Qwen3Next, abstract_model
@@ -20,10 +22,14 @@ from qwen3next.tensor_writer import kind_spec, lay_out_file, new_file, write
 
 CONFIG, METRICS, WEIGHTS, TOKENIZER = "config.toml", "metrics.jsonl", "model.safetensors", "tokenizer.json"
 STATES, WANDB_ID = "states", "wandb.id"
+ADAPTER = (adapters.WEIGHTS, adapters.CONFIG)
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
     """Writes `config.toml`, and the tokenizer that it names as `tokenizer.json` beside it, each whole or not at all."""
+    if config.run.init_from:
+        base = str(Path(config.run.init_from).resolve())
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=base))
     if config.data.tokenizer != "bytes":
         _replace(folder / TOKENIZER, Path(config.data.tokenizer).read_bytes())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
@@ -33,7 +39,7 @@ def write_config(config: TrainConfig, folder: Path) -> None:
 def begin_run(config: TrainConfig, folder: Path) -> None:
     """Readies the folder for a first step: nothing stays of another run that it held."""
     write_config(config, folder)
-    for name in (METRICS, WEIGHTS, WANDB_ID) + ((TOKENIZER,) if config.data.tokenizer == "bytes" else ()):
+    for name in (METRICS, WEIGHTS, *ADAPTER, WANDB_ID) + ((TOKENIZER,) if config.data.tokenizer == "bytes" else ()):
         (folder / name).unlink(missing_ok=True)
     if (folder / STATES).exists():
         shutil.rmtree(folder / STATES)
@@ -55,12 +61,26 @@ def save_weights(folder: Path, model: Qwen3Next) -> None:
             write(layout.tensors[path], np.asarray(jax.device_get(array)))
 
 
-def load_weights(path: Path, skeleton: Qwen3Next) -> Qwen3Next:
-    """The tree of `skeleton` with the file's leaves in the file's dtypes; `InputError` names one that does not fit."""
+def save_trained(folder: Path, model: Qwen3Next, config: TrainConfig) -> None:
+    """Writes what a run trains: the model, or its adapters alone."""
+    run, lora = config.run, config.lora
+    if lora.targets:
+        adapters.save_adapter(
+            model, folder, base=str(Path(run.init_from).resolve()), dropout=lora.dropout, rslora=lora.rslora
+        )
+    else:
+        save_weights(folder, model)
+
+
+def load_weights(path: Path, skeleton: Qwen3Next, dtype: StoredDtype | None = None) -> Qwen3Next:
+    """The tree of `skeleton` with the file's leaves, in the file's dtypes or, decay parameters left out, in `dtype`.
+
+    `InputError` names a leaf that does not fit.
+    """
     tensors, _ = read_header(path)
     leaves = leaves_by_path(skeleton)
     require_no(find_faults(path, leaves, tensors))
-    return load_leaves(skeleton, leaves, tensors)
+    return load_leaves(skeleton, leaves, tensors, dtype)
 
 
 def is_run(folder: Path) -> bool:

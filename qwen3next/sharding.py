@@ -5,7 +5,6 @@ the layer is computed and its gradients scattered again, so that no device ever 
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from qwen3next.tree import leaf_path
+from qwen3next.tree import leaf_path, stacked_axes
 
 AXIS = "fsdp"
 ROWS, ALIKE = P(AXIS), P()
@@ -43,14 +42,9 @@ def split_axis(shape: tuple[int, ...], devices: int) -> int | None:
     return next((axis for axis, size in enumerate(shape) if size % devices == 0), None)
 
 
-def _stacked_axes(path: str) -> int:
-    """Leading axes that count layers, which the scans go over and no device may cut."""
-    return 2 if re.search(r"(^|\.)cycles\.modules\.runs\.", path) else int(".runs." in path)
-
-
 def leaf_spec(path: str, shape: tuple[int, ...], devices: int) -> P:
     """How one array of a model or of its optimizer's state is cut."""
-    stacked = _stacked_axes(path)
+    stacked = stacked_axes(path)
     axis = split_axis(shape[stacked:], devices)
     return P() if axis is None else P(*[None] * (stacked + axis), AXIS)
 

@@ -46,6 +46,7 @@ class Position:
 
     `config` is its TOML, `text` the fingerprint of its tokens, `data` the state of the data iterator,
     `metrics_bytes` the length of its metrics file, and `stacks` says which layers the stacked arrays hold.
+    `base` is the fingerprint of the weights that stay frozen beside the arrays, empty if there are none.
     """
 
     config: str
@@ -53,6 +54,7 @@ class Position:
     data: dict[str, Any]
     metrics_bytes: int
     stacks: Stacks
+    base: str = ""
 
 
 def _flat(state: TrainState) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from qwen3next.config import IGNORED_LABEL, Compute, TrainConfig
+from qwen3next.lora import add_adapters, with_dropout
 from qwen3next.loss import balance_loss, cross_entropy_sum
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import trainable
@@ -19,10 +20,15 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 def loss(
-    params: PyTree, frozen: PyTree, batch: Batch, total: Float[Array, ""], compute: Compute
+    params: PyTree, frozen: PyTree, batch: Batch, total: Float[Array, ""], compute: Compute, key: PRNGKeyArray | None
 ) -> tuple[Float[Array, ""], Metrics]:
-    """A microbatch's share of the step's loss: cross-entropy over `total` labels, balance loss by its labels."""
+    """A microbatch's share of the step's loss: cross-entropy over `total` labels, balance loss by its labels.
+
+    `key` is that of the adapters' dropout, `None` for none.
+    """
     model: Qwen3Next = eqx.combine(params, frozen)
+    if key is not None:
+        model = with_dropout(model, key)
     states, _, router = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
     nats, count = cross_entropy_sum(model.logits(states), batch["labels"])
     parts = {"loss": nats / total, "balance": balance_loss(router) * count / total}
@@ -30,32 +36,40 @@ def loss(
 
 
 def gradients(
-    params: PyTree, frozen: PyTree, batch: Batch, microbatches: int, compute: Compute
+    params: PyTree,
+    frozen: PyTree,
+    batch: Batch,
+    microbatches: int,
+    compute: Compute,
+    key: PRNGKeyArray | None = None,
 ) -> tuple[PyTree, Metrics]:
     """Gradients of the mean over all real tokens of the batch, taken in `microbatches` parts one after another."""
     total = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, dtype=jnp.float32), 1)
 
-    def part(batch: Batch) -> tuple[PyTree, Metrics]:
-        return jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute)
+    def part(batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, Metrics]:
+        return jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute, key)
 
     if microbatches == 1:
-        return part(batch)
+        return part(batch, key)
     batches = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batches))
+    keys = None if key is None else jax.random.split(key, microbatches)
+    shapes = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], (batches, keys)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def add(sums: PyTree, batch: Batch) -> tuple[PyTree, None]:
-        return jax.tree.map(jnp.add, sums, part(batch)), None
+    def add(sums: PyTree, step: tuple[Batch, PRNGKeyArray | None]) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, sums, part(*step)), None
 
-    return jax.lax.scan(add, zeros, batches)[0]
+    return jax.lax.scan(add, zeros, (batches, keys))[0]
 
 
 def initial_state(
-    config: TrainConfig, transform: optax.GradientTransformation, key: PRNGKeyArray
+    config: TrainConfig, transform: optax.GradientTransformation, key: PRNGKeyArray, base: Qwen3Next | None = None
 ) -> tuple[TrainState, PyTree]:
-    """The state before the first step, and the frozen rest of the model."""
-    model = Qwen3Next(config.model, key=key)
-    params, frozen = eqx.partition(model, trainable(model))
+    """The state before the first step, and the frozen rest of the model: of `base`, or of one that is drawn."""
+    model = Qwen3Next(config.model, key=key) if base is None else base
+    if config.lora.targets:
+        model = add_adapters(model, config.lora, key=jax.random.fold_in(key, 1))
+    params, frozen = eqx.partition(model, trainable(model, config.optimizer))
     return TrainState(jnp.int32(0), key, params, transform.init(params)), frozen
 
 
@@ -66,7 +80,8 @@ def make_train_step(
 
     def train_step(inputs: tuple[PyTree, Batch], state: TrainState) -> tuple[TrainState, Metrics]:
         frozen, batch = inputs
-        grads, metrics = gradients(state.params, frozen, batch, config.run.accumulate, config.compute)
+        key = jax.random.fold_in(state.key, state.step) if config.lora.targets and config.lora.dropout else None
+        grads, metrics = gradients(state.params, frozen, batch, config.run.accumulate, config.compute, key)
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it
             metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
             updates, optimizer = transform.update(grads, state.optimizer, state.params)

@@ -16,6 +16,7 @@ from qwen3next.cache import Cache, LayerCache
 from qwen3next.config import Compute, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from qwen3next.context import Context, locate
 from qwen3next.layer import Layer
+from qwen3next.linear import AbstractEmbedding
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.moe import MoE, RouterStats
 from qwen3next.tree import leaf_path
@@ -111,10 +112,10 @@ def layers_of(model: Qwen3Next) -> list[Layer]:
 
 
 @eqx.filter_jit
-def _begin(embedding: jax.Array, ids: jax.Array, *call: Any) -> tuple[jax.Array, Context, Cache | None]:
+def _begin(embedding: AbstractEmbedding, ids: jax.Array, *call: Any) -> tuple[jax.Array, Context, Cache | None]:
     config, compute, segment_ids, positions, cache = call
     context, cache = locate(config, compute, ids.shape, segment_ids, positions, cache)
-    return embedding[ids].astype(jnp.dtype(compute.dtype)), context, cache
+    return embedding(ids, jnp.dtype(compute.dtype)), context, cache
 
 
 @eqx.filter_jit  # one compilation a kind of layer, however many layers there are

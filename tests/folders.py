@@ -89,7 +89,7 @@ def damaged(folder: Path, damage: Any, *, fused: bool = False, shards: int = 0) 
 def check_model(model: Any, tensors: dict[str, np.ndarray]) -> None:
     """Each tensor is bit for bit where its name says it belongs, and no parameter is without one."""
     layers = layers_of(model)
-    outside = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm.weight}
+    outside = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
     if model.lm_head is not None:
         outside["lm_head.weight"] = model.lm_head.weight
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == sum(tensor.size for tensor in tensors.values())

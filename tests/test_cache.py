@@ -400,7 +400,7 @@ def slopes():
 def test_padding_has_no_gradient(slopes):
     gradient = slopes(np.ones((3, 128), bool), 1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-    embedding, head = np.asarray(gradient.embed_tokens), np.asarray(gradient.lm_head.weight)
+    embedding, head = np.asarray(gradient.embed_tokens.weight), np.asarray(gradient.lm_head.weight)
     assert not embedding[60:].any()
     assert embedding[:60].any(axis=1).all() and head.any(axis=1).all()
 
@@ -408,6 +408,6 @@ def test_padding_has_no_gradient(slopes):
 def test_a_documents_loss_has_no_gradient_at_another(slopes):
     third = np.zeros((3, 128), bool)
     third[0, 88:] = True
-    gradient = np.asarray(slopes(third, 0).embed_tokens)
+    gradient = np.asarray(slopes(third, 0).embed_tokens.weight)
     assert gradient[30:45].any(axis=1).all()  # its own
     assert not gradient[:30].any() and not gradient[45:].any()

@@ -503,13 +503,13 @@ real = leaves.read
 leaves.read = lambda stored, *args, **how: (moved.append(stored.nbytes), real(stored, *args, **how))
 
 def rule(path, shape):
-    if path.endswith("experts.gate_proj"):  # [block, run, expert, width, hidden], by expert
+    if path.endswith("experts.gate_proj.weight"):  # [block, run, expert, width, hidden], by expert
         return NamedSharding(mesh, P(None, None, "b", None, None))
-    if path.endswith("experts.up_proj"):  # rows of each, once for each of two replicas
+    if path.endswith("experts.up_proj.weight"):  # rows of each, once for each of two replicas
         return NamedSharding(mesh, P(None, None, None, "b", None))
-    if path.endswith("experts.down_proj"):  # the last axis: whole tensors are read, and cut
+    if path.endswith("experts.down_proj.weight"):  # the last axis: whole tensors are read, and cut
         return NamedSharding(mesh, P(None, None, None, "a", "b"))
-    if path == "embed_tokens":
+    if path == "embed_tokens.weight":
         return NamedSharding(mesh, P("a", "b"))
     if path == "norm.weight":
         return NamedSharding(mesh, P())
@@ -524,11 +524,12 @@ for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(model)
     name = leaves.leaf_path(path)
     wanted = rule(name, a.shape)
     assert wanted is None or b.sharding == wanted, path
-down = [leaf for path, leaf in jax.tree.leaves_with_path(plain) if leaves.leaf_path(path).endswith("down_proj")]
+down = [leaf for path, leaf in jax.tree.leaves_with_path(plain) if leaves.leaf_path(path).endswith("down_proj.weight")]
 experts = sum(leaf.nbytes for leaf in down if leaf.ndim == 5)
-assert sum(moved) == total + 3 * (experts + plain.embed_tokens.nbytes), (sum(moved), total, experts)
+assert sum(moved) == total + 3 * (experts + plain.embed_tokens.weight.nbytes), (sum(moved), total, experts)
 half = load_pretrained(folder, "bfloat16", sharding=rule)
-assert half.embed_tokens.dtype == "bfloat16" and half.embed_tokens.sharding == rule("embed_tokens", ())
+embedding = half.embed_tokens.weight
+assert embedding.dtype == "bfloat16" and embedding.sharding == rule("embed_tokens.weight", ())
 save_pretrained(model, out)
 print("fine")
 """

@@ -147,7 +147,9 @@ def test_a_source_without_text_is_refused(tmp_path, monkeypatch, source):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "blank.jsonl").write_text("\n \n")
-    with pytest.raises(InputError, match=r"data\.source: no text in .*'stdlib', a file, a folder") as error:
+    with pytest.raises(
+        InputError, match=r"data\.source: no text in .*'stdlib', 'docstrings', a file, a folder"
+    ) as error:
         _read(source)
     assert repr(source) in _one_line(error)
 

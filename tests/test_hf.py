@@ -333,7 +333,7 @@ def test_dtypes_that_differ_in_a_stack_become_float32(tmp_path):
     tensors[name] = tensors[name].astype(np.float32) * np.float32(1.001)
     model = load_pretrained(write_folder(tmp_path, tensors, json.loads((TIED / "config.json").read_text())))
     wide = {leaf_path(path) for path, leaf in jax.tree.leaves_with_path(model) if leaf.dtype == jnp.float32}
-    assert len(wide) == 1 and next(iter(wide)).endswith("mlp.experts.up_proj")
+    assert len(wide) == 1 and next(iter(wide)).endswith("mlp.experts.up_proj.weight")
     for leaf, array in zip(table(model), jax.tree.leaves(model), strict=True):
         if leaf.path in wide:
             tensors |= {name: tensors[name].astype(np.float32) for _, name in leaf.parts()}
@@ -351,7 +351,7 @@ def test_tied_with_a_head_alone(tmp_path):
     head = read_tensors(TIED)[EMBED] + 1
     model = load_pretrained(_tied(tmp_path, embed=None, head=head))
     assert model.lm_head is None and model.config.tie_word_embeddings
-    np.testing.assert_array_equal(model.embed_tokens, head)
+    np.testing.assert_array_equal(model.embed_tokens.weight, head)
 
 
 def test_tied_with_two_equal_tensors(tmp_path):

@@ -48,7 +48,7 @@ def _loop(chosen, x, weights, *projections):
 
 def _dispatched(dispatch, chosen, x, weights, *projections):
     experts = Experts(_config(projections[0].shape[0], chosen.shape[1]), key=jax.random.key(0))
-    experts = eqx.tree_at(lambda m: (m.gate_proj, m.up_proj, m.down_proj), experts, projections)
+    experts = eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), experts, projections)
     return experts(x, weights, chosen, dispatch)
 
 
@@ -136,7 +136,7 @@ def _swiglu(x, mlp):
 
 def _by_hand(chosen, layer, x):
     """Token by token; `chosen` [tokens, top_k]."""
-    experts = (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj)
+    experts = (layer.experts.gate_proj.weight, layer.experts.up_proj.weight, layer.experts.down_proj.weight)
 
     def token(now):
         chosen, x = now

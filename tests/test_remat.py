@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections import Counter
 from pathlib import Path
 
 import equinox as eqx
@@ -74,9 +73,7 @@ def test_the_shorthand_in_toml_and_on_the_command_line(tmp_path, text, remat):
 def test_each_name_stands_once_in_the_source():
     source = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
     written = re.findall(r"checkpoint_name\(.*?\"(\w+)\"\)", source)
-    # The experts' ways to compute hold the same value each.
-    assert set(written) == set(NAMES) and len(NAMES) == len(set(NAMES))
-    assert {name for name, count in Counter(written).items() if count > 1} == {"expert_rows", "expert_out"}
+    assert sorted(written) == sorted(NAMES)
 
 
 EXPECTED = {

@@ -272,7 +272,7 @@ def test_leaves_are_known_by_their_paths(tmp_path):
         restore(saved, bias)
     with pytest.raises(InputError, match=r"has leaves without a place .* the first is .*lm_head.weight"):
         restore(saved, make_state(tie_word_embeddings=True))
-    with pytest.raises(InputError, match=r"leaf .*embed_tokens is float32\[64, 32\]; it must be float32\[65, 32\]"):
+    with pytest.raises(InputError, match=r"leaf .*embed_tokens.weight is float32\[64, 32\]; it must be .*\[65, 32\]"):
         restore(saved, make_state(vocab_size=65))
     with pytest.raises(InputError, match=r"leaf .* is float32\[.*\]; it must be bfloat16"):
         restore(saved, make_state(dtype="bfloat16"))
@@ -295,7 +295,7 @@ def test_a_state_moves_to_another_cut_of_the_layers(tmp_path, monkeypatch, reque
     for tree in (lambda s: s.params, lambda s: s.optimizer["adam"].mu, lambda s: s.optimizer["adam"].nu):
         for a, b in zip(tree(state).decoder.layers(), tree(moved).decoder.layers(), strict=True):
             assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
-        assert bool((tree(state).embed_tokens == tree(moved).embed_tokens).all())
+        assert bool((tree(state).embed_tokens.weight == tree(moved).embed_tokens.weight).all())
     assert int(moved.step) == 3 and int(moved.optimizer["adam"].count) == int(state.optimizer["adam"].count)
     with pytest.raises(InputError, match=r"lacks .*layers\.3\..*bias, which the config asks for"):
         restore(saved, make_state(num_hidden_layers=layers, attention_bias=True))

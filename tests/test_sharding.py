@@ -17,9 +17,13 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize(
     ("path", "shape", "spec"),
     [
-        ("embed_tokens", (151936, 2048), P("fsdp")),
-        ("optimizer.adam.mu.embed_tokens", (151936, 2048), P("fsdp")),
-        ("decoder.cycles.modules.runs.0.modules.mlp.experts.down_proj", (12, 3, 512, 2048, 512), P(None, None, "fsdp")),
+        ("embed_tokens.weight", (151936, 2048), P("fsdp")),
+        ("optimizer.adam.mu.embed_tokens.weight", (151936, 2048), P("fsdp")),
+        (
+            "decoder.cycles.modules.runs.0.modules.mlp.experts.down_proj.weight",
+            (12, 3, 512, 2048, 512),
+            P(None, None, "fsdp"),
+        ),
         ("decoder.remainder.runs.0.modules.mixer.in_proj_ba.weight", (2, 64, 2048), P(None, None, "fsdp")),
         ("params.decoder.prefix.runs.1.modules.mixer.out_proj.weight", (2, 2048, 4096), P(None, "fsdp")),
         ("decoder.cycles.modules.runs.0.modules.mixer.A_log", (12, 3, 128), P()),  # small

@@ -24,7 +24,7 @@ from qwen3next.cli import dump_config, load_config
 from qwen3next.config import Compute, OptimizerConfig, Remat, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.hf import leaf_path
-from qwen3next.optim import decayed, optimizer, schedule, trainable
+from qwen3next.optim import leaf_rules, optimizer, schedule, trainable
 from qwen3next.run_folder import load_run
 from qwen3next.structure import structure
 from qwen3next.training import TrainState, gradients, make_train_step
@@ -64,8 +64,8 @@ def test_a_microbatch_without_labels_gives_no_nan():
 def test_only_matrices_decay_whatever_the_stacking():
     for layers in (4, 6):
         model = tiny_model(num_hidden_layers=layers, attention_bias=True)
-        flags = {leaf_path(path): flag for path, flag in jax.tree_util.tree_leaves_with_path(decayed(model))}
-        kept = {path.rsplit(".modules.", 1)[-1] for path, flag in flags.items() if not flag}
+        rules = leaf_rules(model, OptimizerConfig())
+        kept = {path.rsplit(".modules.", 1)[-1] for path, rule in rules.items() if not rule.decay}
         projections = {f"mixer.{name}_proj.bias" for name in "qkvo"}
         norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
         inner = {"mixer.norm.weight", "mixer.q_norm.weight", "mixer.k_norm.weight", "mixer.A_log", "mixer.dt_bias"}
@@ -152,7 +152,7 @@ BAD_CONFIGS = {
     "model.layer_types = ['full_attention']": "layer_types has 1 entries; num_hidden_layers is 4",
     "model.num_key_value_heads = 3": "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3",
     "compute.remat.placement = 'everywhere'": "compute.remat.placement 'everywhere' is unknown; allowed: none, block",
-    "typo.x = 1": "unknown key typo; allowed: model, data, optimizer, compute, run",
+    "typo.x = 1": "unknown key typo; allowed: model, data, optimizer, compute, lora, run",
 }
 
 
