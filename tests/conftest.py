@@ -1,9 +1,19 @@
 """Every test runs with shape and type checks on the package, and with strict dtype promotion."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
-import jax
-import pytest
+# Compiled programs, which the workers and the processes that tests start have from each other. Before JAX is imported.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    OWN = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+else:
+    OWN = ""
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_platforms", "cpu")
@@ -14,3 +24,9 @@ def forget_programs() -> Iterator[None]:
     """Thousands of compiled programs in one process exhaust its memory maps, and XLA then dies in the next one."""
     yield
     jax.clear_caches()
+
+
+def pytest_unconfigure() -> None:
+    """The process that made the folder removes it."""
+    if OWN:
+        shutil.rmtree(OWN, ignore_errors=True)

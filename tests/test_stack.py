@@ -22,7 +22,7 @@ from qwen3next.context import locate
 from qwen3next.hf import table
 from qwen3next.jaxprs import CHECKPOINT, equations
 from qwen3next.loss import balance_loss, cross_entropy_sum
-from qwen3next.model import Qwen3Next
+from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.stack import Decoder
 from qwen3next.tree import leaf_path
 
@@ -395,3 +395,17 @@ def test_dtypes(parameters, activations):
         assert leaf.dtype == slope.dtype == jnp.dtype("float32" if decay else parameters)
         slope = np.asarray(slope, np.float32)
         assert np.isfinite(slope).all() and slope.any(), leaf_path(path)
+
+
+def test_a_deep_model_is_no_larger_a_program():
+    def program(layers: int) -> str:
+        config = tiny_config(num_hidden_layers=layers)
+        ids = jax.ShapeDtypeStruct((1, 24), jnp.int32)
+
+        def loss(model, ids):
+            return jnp.sum(model.logits(model.hidden(ids).states))
+
+        return jax.jit(jax.grad(loss)).lower(abstract_model(config), ids).as_text()
+
+    shallow, deep = (program(layers) for layers in (8, 48))
+    assert deep.count("\n") == shallow.count("\n")
