@@ -132,8 +132,7 @@ def main(argv: Sequence[str]) -> None:
     models, rows = [checkpoint.model], []
     if args.adapter:
         require(not adapters(checkpoint.model), f"{args.checkpoint} has an adapter already; give its base")
-        named = ", ".join(map(str, args.adapter))
-        models = with_adapters(checkpoint.model, [read_adapter(folder) for folder in args.adapter], named)
+        models = with_adapters(checkpoint.model, [(str(folder), read_adapter(folder)) for folder in args.adapter])
     for adapter, model in zip(args.adapter or [None], models, strict=True):
         if adapter and not args.json:
             print(f"--- {adapter}")

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from qwen3next.checkpoint import fingerprint, load_base
+from qwen3next.checkpoint import check_base, fingerprint, load_base
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
 from qwen3next.data import eval_batches, read_documents, split_documents, tokenize, train_batches
@@ -28,7 +28,7 @@ from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule
 from qwen3next.plan import show_plan
 from qwen3next.report import active_parameters, count_flops, count_parameters
-from qwen3next.resume import check_base, check_text, find_run, open_run
+from qwen3next.resume import check_frozen, check_text, find_run, open_run
 from qwen3next.run_folder import METRICS, save_trained
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
@@ -45,13 +45,16 @@ def main(config: TrainConfig) -> int:
 def train(config: TrainConfig, stop: StopRequest) -> int:
     """Everything from text to weights; from the folder's last saved state on if it holds one."""
     run, data, started = config.run, config.data, time.perf_counter()
-    if run.dry_run:
-        show_plan(config)
-        return 0
     start = Path(run.init_from)
     require(not config.lora.targets or bool(run.init_from), "lora.targets need run.init_from, the folder of the base")
     same = run.init_from and start.resolve() == Path(run.folder).resolve()
     require(not same, f"run.init_from and run.folder are both {run.folder}; allowed: another folder to write to")
+    if run.init_from:
+        check_base(start, config.model, "run.init_from ")
+    learning_rate, transform = schedule(config.optimizer, run.steps), optimizer(config.optimizer, run.steps)
+    if run.dry_run:
+        show_plan(config)
+        return 0
     saved = find_run(config)
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -69,15 +72,13 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         batches.set_state(saved.position.data)
 
     # --- model and optimizer ------------------------------------------------------------------------------------------
-    learning_rate, transform = schedule(config.optimizer, run.steps), optimizer(config.optimizer, run.steps)
-
     begin = partial(initial_state, config, transform)
     key = jax.random.key(run.seed)
     state, frozen = eqx.filter_eval_shape(begin, key)
     partly = bool(jax.tree.leaves(frozen))  # some leaves stay as they begin, and no saved state holds them
     base = fingerprint(start) if partly and run.init_from else ""
     if saved is not None:
-        check_base(saved, config, base)
+        check_frozen(saved, config, base)
     if (saved is None or partly) and run.init_from:
         state, frozen = begin(key, load_base(start, config.model, "run.init_from "))
     elif saved is None or partly:
@@ -164,7 +165,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             if record:
                 tracker.log(number, record)
             if save:
-                save_trained(folder, eqx.combine(state.params, frozen), config)
+                save_trained(folder, eqx.combine(state.params, frozen), config, base)
                 size = (folder / METRICS).stat().st_size
                 place = Position(dump_config(config), text, batches.get_state(), size, stacks, base)
                 states.save(state, place, held_out_loss)

@@ -16,6 +16,7 @@ Gate and up projection have an A each; fused, their ranks stand side by side: A 
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,12 +35,12 @@ from qwen3next.linear import Embedding
 from qwen3next.lora import LoRAEmbedding, adapters, attach, replace, strip
 from qwen3next.model import Qwen3Next
 from qwen3next.structure import read_json
-from qwen3next.tensor_files import FLOATS, Stored, read, read_header
+from qwen3next.tensor_files import CHUNK, FLOATS, INDEX, SINGLE, Stored, read, read_header
 from qwen3next.tensor_writer import kind_spec, lay_out_file, new_file, write
-from qwen3next.tree import near
+from qwen3next.tree import near, unnumbered
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX, _BASE = "base_model.model.", "base_sha256"
 _PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
 # Settings under which a folder means something else than what is read here, and the values under which it does not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -52,6 +53,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "velora_config": (None,),
+    "kasa_config": (None,),
+    "arrow_config": (None,),
 }
 
 
@@ -66,11 +73,22 @@ class Factors(NamedTuple):
         """What is added to the tensor."""
         return np.float32(self.scale) * (self.B @ self.A)
 
-    def merge(self, tensor: Stored, target: Stored, **reading: Any) -> None:
-        """Writes `tensor + update` to its place in a new file; `reading` are options of `tensor_files.read`."""
-        whole = np.empty(tensor.shape, np.float32)
-        read(tensor, whole, **reading)
-        write(target, (whole + self.update()).astype(target.dtype))
+    def merge(self, tensor: Stored, target: Stored, *, allow_nonfinite: bool = False) -> None:
+        """Writes `tensor + update` to its place in a new file, some rows at a time.
+
+        Raises `InputError`, unless allowed, for NaN or infinity, whether stored or made by the sum or the cast.
+        """
+        rows, columns = tensor.shape
+        step = max(CHUNK // (4 * columns), 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            part = np.empty((stop - start, columns), np.float32)
+            read(tensor.rows(start, stop), part, allow_nonfinite=allow_nonfinite)
+            with np.errstate(over="ignore"):
+                merged = (part + self._replace(B=self.B[start:stop]).update()).astype(target.dtype)
+            finite = allow_nonfinite or bool(np.isfinite(merged.astype(np.float32)).all())
+            require(finite, f"{tensor.file}: tensor {tensor.name} is too large for {target.dtype} with its update")
+            write(target.rows(start, stop), merged)
 
 
 class _Stack(NamedTuple):
@@ -96,14 +114,14 @@ def factors_of(model: Qwen3Next) -> dict[str, Factors]:
     return found
 
 
-def with_adapters(base: Qwen3Next, given: Sequence[Mapping[str, Factors]], place: str) -> list[Qwen3Next]:
+def with_adapters(base: Qwen3Next, sets: Sequence[tuple[str, Mapping[str, Factors]]]) -> list[Qwen3Next]:
     """The base with each set of updates on it, all of one structure, so that none makes a program compile anew.
 
-    A matrix has the largest rank that any set gives it in any layer; what is missing is 0. `place` is what errors name.
-    Raises `InputError` for an update of what the base has not, or of another shape.
+    A set comes with the name that errors call it by. A matrix has the largest rank that any set gives it in any layer;
+    what is missing is 0. Raises `InputError` for an update of what the base has not, or of another shape.
     """
     leaves = list(table(base))
-    given = [fitted(factors, leaves, place) for factors in given]
+    given = [fitted(factors, leaves, place) for place, factors in sets]
     plans: list[dict[str, Any]] = [{} for _ in given]
     for leaf in leaves:
         parts = list(leaf.parts())
@@ -144,7 +162,8 @@ def fitted(factors: Mapping[str, Factors], leaves: Iterable[Leaf], place: str) -
         factors = {name: found for name, found in factors.items() if name != HEAD}
     for name, found in factors.items():
         if name not in shapes:
-            raise InputError(f"{place} adapts {name}, which the base has not; near: {near(name, shapes)}")
+            known = near(unnumbered(name), map(unnumbered, shapes))
+            raise InputError(f"{place} adapts {name}, which the base has not; allowed: {known}")
         shape = (found.B.shape[0], found.A.shape[1])
         require(shape == shapes[name], f"{place} adapts {name} as {shape}; the base's is {shapes[name]}")
     return factors
@@ -167,13 +186,10 @@ def _join(gate: _Stack | None, up: _Stack | None) -> _Stack:
 
 
 def _spell(factors: Mapping[str, Factors]) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, float]]]:
-    """PEFT's tensors; and by module or parameter, without the number of the layer, rank and scale."""
+    """PEFT's tensors; and rank and scale by module or parameter."""
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
     experts: dict[str, dict[str, list[Factors]]] = {}
-
-    def tell(module: str, rank: int, scale: float) -> None:
-        kinds[re.sub(r"^model\.(layers\.\d+\.)?", "", module)] = (rank, scale)
 
     for name, found in factors.items():
         module = name.removesuffix(".weight")
@@ -184,7 +200,7 @@ def _spell(factors: Mapping[str, Factors]) -> tuple[dict[str, np.ndarray], dict[
             tensors |= {f"{module}.lora_embedding_A": found.B.T, f"{module}.lora_embedding_B": found.A.T}
         else:
             tensors |= {f"{module}.lora_A.weight": found.A, f"{module}.lora_B.weight": found.B}
-        tell(name if module.endswith(_PARAMETERS) else module, len(found.A), found.scale)
+        kinds[name if module.endswith(_PARAMETERS) else module] = (len(found.A), found.scale)
     for module, projections in experts.items():
         stacks = {
             name: _Stack(np.stack([one.A for one in each]), np.stack([one.B for one in each]), each[0].scale)
@@ -200,12 +216,39 @@ def _spell(factors: Mapping[str, Factors]) -> tuple[dict[str, np.ndarray], dict[
                 _, rank, inner = stack.A.shape
                 tensors[f"{module}{place}.lora_A.weight"] = stack.A.reshape(-1, inner)
                 tensors[f"{module}{place}.lora_B.weight"] = stack.B.transpose(1, 2, 0).reshape(stack.B.shape[1], -1)
-                tell(f"{module}.{parameter}", rank, stack.scale)
+                kinds[f"{module}.{parameter}"] = (rank, stack.scale)
     return tensors, kinds
 
 
-def save_adapter(model: Qwen3Next, folder: str | Path, *, base: str = "", dropout: float = 0.0, rslora: bool = False):
-    """Writes a model's adapters as a PEFT folder; `base` is what the folder says they belong to.
+def _shared(kinds: Mapping[str, tuple[int, float]], layers: Mapping[str, int]) -> dict[str, tuple[int, float]]:
+    """Without the layers' numbers where all layers that have such a matrix, `layers` by name, agree."""
+
+    def short(name: str) -> str:
+        return re.sub(r"^model\.(layers\.\d+\.)?", "", name)
+
+    said: dict[str, list[tuple[int, float]]] = {}
+    for name, kind in kinds.items():
+        said.setdefault(short(name), []).append(kind)
+    agreed = {name for name, all_ in said.items() if len(set(all_)) == 1 and len(all_) == layers[_module(name)]}
+    return {short(name) if short(name) in agreed else name: kind for name, kind in kinds.items()}
+
+
+def _module(name: str) -> str:
+    """What a name of `_spell` is counted by: the matrix, or the experts as a whole."""
+    return "experts" if ".experts." in name else name.removesuffix(".weight")
+
+
+def save_adapter(
+    model: Qwen3Next,
+    folder: str | Path,
+    *,
+    base: str = "",
+    fingerprint: str = "",
+    dropout: float = 0.0,
+    rslora: bool = False,
+) -> None:
+    """Writes a model's adapters as a PEFT folder; `base` is what the folder says they belong to, and `fingerprint`
+    tells which weights that one held.
 
     The two files are replaced one after the other, each whole. Raises `InputError` if one cannot be written.
     """
@@ -214,6 +257,10 @@ def save_adapter(model: Qwen3Next, folder: str | Path, *, base: str = "", dropou
     if model.lm_head is None and EMBED in factors:
         factors[HEAD] = factors[EMBED]
     tensors, kinds = _spell(factors)
+    matrices = {name.removesuffix(".weight") for leaf in table(strip(model)) for _, name in leaf.parts()}
+    matrices = {re.sub(r"(\.experts)\..*", r"\1", name) for name in matrices | {HEAD.removesuffix(".weight")}}
+    layers = Counter("experts" if name.endswith(".experts") else unnumbered(name) for name in matrices)
+    kinds = _shared(kinds, layers)
     power = 0.5 if rslora else 1.0
     alphas = {name: scale * rank**power for name, (rank, scale) in kinds.items()}
     alphas = {name: int(alpha) if alpha == int(alpha) else alpha for name, alpha in alphas.items()}
@@ -239,7 +286,7 @@ def save_adapter(model: Qwen3Next, folder: str | Path, *, base: str = "", dropou
     folder.mkdir(parents=True, exist_ok=True)
     specs = {f"{_PREFIX}{name}": kind_spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with new_file(folder / WEIGHTS) as partial:
-        layout = lay_out_file(partial, specs, {"format": "pt"})
+        layout = lay_out_file(partial, specs, {"format": "pt"} | ({_BASE: fingerprint} if fingerprint else {}))
         layout.create()
         for name, tensor in tensors.items():
             write(layout.tensors[f"{_PREFIX}{name}"], tensor)
@@ -251,8 +298,13 @@ def save_adapter(model: Qwen3Next, folder: str | Path, *, base: str = "", dropou
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter."""
-    return (folder / CONFIG).is_file()
+    """Whether a folder holds an adapter and no whole model."""
+    return (folder / CONFIG).is_file() and not any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
+def base_fingerprint(folder: Path) -> str:
+    """The fingerprint of the weights that an adapter was trained on, empty if its file does not say."""
+    return read_header(folder / WEIGHTS)[1].get(_BASE, "")
 
 
 def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
@@ -281,7 +333,23 @@ def _settings(folder: Path) -> _Settings:
     values = read_json(file)
     for name, allowed in _PLAIN.items():
         given = values.get(name, allowed[0])
-        require(given in allowed, f"{file}: {name} is {given!r}; allowed: {allowed[0]!r}")
+        require(given in allowed, f"{file}: {name} is {given!r}; allowed: {', '.join(map(repr, allowed))}")
+    patterns = {name: values.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    for name, given in patterns.items():
+        require(isinstance(given, dict), f"{file}: {name} is {given!r}; it must be an object of patterns")
+        for pattern in given:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InputError(f"{file}: {name} has {pattern!r}, which is no pattern ({error})") from error
+    for rank in (values.get("r", 8), *patterns["rank_pattern"].values()):
+        require(type(rank) is int and rank > 0, f"{file}: a rank is {rank!r}; it must be a whole number above 0")
+    for alpha in (values.get("lora_alpha", 8), *patterns["alpha_pattern"].values()):
+        number = type(alpha) in (int, float) and math.isfinite(alpha)
+        require(number, f"{file}: an alpha is {alpha!r}; it must be a finite number")
+    targets = values.get("target_parameters") or []
+    listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    require(listed, f"{file}: target_parameters is {targets!r}; it must be a list of names")
     return _Settings(file, values)
 
 
@@ -292,9 +360,8 @@ def _pairs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     tensors, _ = read_header(folder / WEIGHTS)
     for name, stored in tensors.items():
         match = pattern.fullmatch(name)
-        module = name.removesuffix(".base_layer.weight")
-        if module != name and any(other.startswith(f"{module}.lora_") for other in tensors):
-            continue  # the base's own table, which PEFT puts beside an embedding's or head's adapter
+        own = name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight"))
+        require(not own, f"{stored.file}: tensor {name} is a table of the base's; save without save_embedding_layers")
         if match is None:
             raise InputError(f"{stored.file}: tensor {name} is no part of a LoRA adapter that is understood here")
         require(stored.kind in FLOATS, f"{stored.file}: tensor {name} is of dtype {stored.kind}; allowed: floats")
@@ -328,7 +395,11 @@ def _parameter(settings: _Settings, module: str) -> tuple[str, str]:
     inner = module.endswith(".base_layer")
     module = module.removesuffix(".base_layer")
     targets = settings.values.get("target_parameters") or ()
-    named = [name for name in ("gate_up_proj", "down_proj") if any(target.endswith(name) for target in targets)]
+    named = [
+        name
+        for name in ("gate_up_proj", "down_proj")
+        if any(f".{module}.{name}".endswith(f".{target}") for target in targets)
+    ]
     require(
         bool(named) and len(named) > inner,
         f"{settings.file}: target_parameters do not say which parameters of {module} are adapted; "

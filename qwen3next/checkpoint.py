@@ -5,11 +5,13 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from qwen3next import adapters
 from qwen3next.adapters import is_adapter, read_adapter, with_adapters
 from qwen3next.cli import load_config
 from qwen3next.config import Compute, ModelConfig
-from qwen3next.errors import require
+from qwen3next.errors import InputError, require
 from qwen3next.hf import load_pretrained
 from qwen3next.hf_config import read_config, read_end_of_text
 from qwen3next.model import Qwen3Next, abstract_model
@@ -17,7 +19,7 @@ from qwen3next.run_folder import CONFIG, TOKENIZER, WEIGHTS, is_run, load_run, l
 from qwen3next.structure import read_json
 from qwen3next.tokenizer import Tokenizer, load_tokenizer
 
-_FREE = ("dtype", "router_aux_loss_coef", "initializer_range", "max_position_embeddings")
+_FREE = ("dtype", "router_aux_loss_coef", "initializer_range")  # may differ between a base and what begins with it
 _SAMPLES, _SAMPLE = 64, 4096
 
 
@@ -43,16 +45,16 @@ def _require_folder(folder: Path, role: str = "") -> None:
     require(folder.is_dir(), f"{role}{folder} is not a folder; allowed: a run of train.py or a Hugging Face folder")
 
 
-def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
-    """The model of either kind of folder, as a start for `config`: with its dtype. `role` is what errors call it.
+def check_base(folder: Path, config: ModelConfig, role: str) -> ModelConfig:
+    """The architecture of a folder with a whole model, which must be that of `config`. `role` is what errors call it.
 
-    Raises `InputError` for a folder that holds an adapter or another architecture, with the field that differs.
+    Raises `InputError` for a folder that holds none, an adapter, or another architecture, with the field that differs.
     """
     _require_folder(folder, role)
     run = is_run(folder)
     require(run or _is_published(folder), f"{role}{folder} holds no checkpoint; needed: {CONFIG} or config.json")
-    whole = not run or (folder / WEIGHTS).is_file()
-    require(whole, f"{role}{folder} holds no whole model but {'an adapter' if is_adapter(folder) else 'no weights'}")
+    require(not is_adapter(folder), f"{role}{folder} holds an adapter; needed: a whole model")
+    require(not run or (folder / WEIGHTS).is_file(), f"{role}{folder} holds no weights yet; needed: {WEIGHTS}")
     held = load_config(folder / CONFIG).model if run else read_config(folder)
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = (getattr(_resolved(one), field.name) for one in (config, held))
@@ -60,10 +62,26 @@ def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
             field.name in _FREE or ours == theirs,
             f"model.{field.name} is {ours!r}, and {role}{folder} has {theirs!r}; they must be equal",
         )
+    return held
+
+
+def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
+    """The model of either kind of folder, as a start for `config`: with its dtype and settings.
+
+    Raises `InputError` as `check_base` does, and for damage.
+    """
+    held = check_base(folder, config, role)
     dtype = None if held.dtype == config.dtype else config.dtype
-    if run:
+    if is_run(folder):
         return load_weights(folder / WEIGHTS, abstract_model(config), dtype)
-    return load_pretrained(folder, dtype)
+    model = load_pretrained(folder, dtype)
+    tied = model.lm_head is None
+    require(
+        tied == config.tie_word_embeddings,
+        f"{role}{folder} ties embedding and head in its config.json and has a head of its own; set "
+        f"model.tie_word_embeddings to false there",
+    )
+    return jax.tree.unflatten(jax.tree.structure(abstract_model(config)), jax.tree.leaves(model))
 
 
 def _resolved(config: ModelConfig) -> ModelConfig:
@@ -79,19 +97,30 @@ def base_of(adapter: Path) -> Path:
     base = read_json(adapter / adapters.CONFIG).get("base_model_name_or_path")
     there = isinstance(base, str) and base != "" and Path(base).is_dir()
     require(there, f"{adapter} is an adapter of {base!r}, which is no folder here; allowed: BASE --adapter {adapter}")
-    return Path(str(base))
+    base = Path(str(base))
+    require(not is_adapter(base), f"{adapter} is an adapter of {base}, which is an adapter too; needed: a whole model")
+    trained_on = adapters.base_fingerprint(adapter)
+    require(
+        trained_on in ("", fingerprint(base)),
+        f"{base} no longer holds the weights that the adapter in {adapter} was trained on; allowed: put them back, or "
+        f"BASE --adapter {adapter}",
+    )
+    return base
 
 
 def fingerprint(folder: Path) -> str:
     """SHA-256 of the headers of a folder's weights and of samples spread over them: enough to tell two trainings."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            digest.update(stream.read(8 + min(int.from_bytes(stream.read(8), "little"), size)))
-            for sample in range(_SAMPLES):
-                stream.seek(size * sample // _SAMPLES)
-                digest.update(stream.read(_SAMPLE))
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                digest.update(stream.read(8 + min(int.from_bytes(stream.read(8), "little"), size)))
+                for sample in range(_SAMPLES):
+                    stream.seek(size * sample // _SAMPLES)
+                    digest.update(stream.read(_SAMPLE))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read ({error})") from error
     return digest.hexdigest()
 
 
@@ -99,8 +128,9 @@ def _load_run(folder: Path) -> tuple[Qwen3Next, Compute]:
     config = load_config(folder / CONFIG)
     if not config.lora.targets:
         return load_run(folder)[1], config.compute
-    base = load_base(Path(config.run.init_from), config.model, f"the base of {folder}, ")
-    return with_adapters(base, [read_adapter(folder)], str(folder))[0], config.compute
+    require(is_adapter(folder), f"{folder} holds no adapter yet; needed: {adapters.CONFIG}")
+    base = load_base(base_of(folder), config.model, f"the base of {folder}, ")
+    return with_adapters(base, [(str(folder), read_adapter(folder))])[0], config.compute
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -112,7 +142,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     published = _is_published(folder)
     if is_adapter(folder) and not is_run(folder) and not published:
         checkpoint = load_checkpoint(base_of(folder))
-        return checkpoint._replace(model=with_adapters(checkpoint.model, [read_adapter(folder)], str(folder))[0])
+        return checkpoint._replace(model=with_adapters(checkpoint.model, [(str(folder), read_adapter(folder))])[0])
     require(is_run(folder) or published, f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
     if is_run(folder):
         model, compute = _load_run(folder)

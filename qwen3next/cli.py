@@ -39,13 +39,23 @@ def _base_model(folder: Path) -> ModelConfig:
     """The architecture that a run or a Hugging Face folder holds."""
     here = folder.is_dir() and any((folder / name).is_file() for name in ("config.toml", "config.json"))
     require(here, f"run.init_from {folder} holds no checkpoint; needed: a run of train.py or a Hugging Face folder")
-    return load_config(folder / "config.toml").model if (folder / "config.toml").is_file() else read_config(folder)
+    path = folder / "config.toml"
+    return load_config(path, "").model if path.is_file() else read_config(folder)
+
+
+def _base_tokenizer(folder: Path) -> str:
+    """The tokenizer of a run or a Hugging Face folder; `bytes` if there is none."""
+    path = folder / "config.toml"
+    if path.is_file():
+        return load_config(path, "").data.tokenizer
+    return str((folder / "tokenizer.json").resolve()) if (folder / "tokenizer.json").is_file() else "bytes"
 
 
 def parse_config(text: str, name: str, init_from: str | None = None) -> TrainConfig:
     """The config of a TOML text, which errors call `name`.
 
-    `init_from` stands for the text's `run.init_from`, the folder that tells the model's sizes if the text does not.
+    `init_from` stands for the text's `run.init_from`, the folder that tells the model's sizes and the tokenizer if the
+    text does not.
     """
     try:
         values = tomllib.loads(text)
@@ -59,8 +69,12 @@ def parse_config(text: str, name: str, init_from: str | None = None) -> TrainCon
         run = values.setdefault("run", {})
         if isinstance(run, dict):
             run |= {} if init_from is None else {"init_from": init_from}
-            if "model" not in values and isinstance(run.get("init_from"), str) and run["init_from"]:
-                values["model"] = _present(dataclasses.asdict(_base_model(Path(run["init_from"]))))
+            base = run.get("init_from")
+            if "model" not in values and isinstance(base, str) and base:
+                values["model"] = _present(dataclasses.asdict(_base_model(Path(base))))
+                data = values.setdefault("data", {})
+                if isinstance(data, dict):
+                    data.setdefault("tokenizer", _base_tokenizer(Path(base)))
         compute = values.get("compute")
         if isinstance(compute, dict) and isinstance(compute.get("remat"), str):
             compute["remat"] = dataclasses.asdict(Remat.of(compute["remat"]))

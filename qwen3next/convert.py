@@ -192,19 +192,25 @@ def convert(args: argparse.Namespace) -> None:
         require(there != here and there not in here.parents, f"{args.target} is or holds {folder}; give another folder")
     check_new_folder(args.target, args.overwrite)
     plan, dtypes = plan_run(source) if run else (plan_pretrained(source), {})
+    if adapter and is_run(args.source):  # the run may have cast its base
+        trained = load_config(args.source / CONFIG).model.dtype
+        args.dtype = args.dtype or (trained if trained != plan.config.dtype else None)
     print("\n".join(describe(plan)))
     require_no(plan.faults)
-    updates = fitted(read_adapter(adapter), plan.leaves, str(adapter)) if adapter else {}
-    if updates:
-        print(f"merge:    {len(updates):,} tensors with the updates of {adapter}")
+    factors = read_adapter(adapter) if adapter else {}
+    if factors:
+        print(f"merge:    {len(factors):,} tensors with the updates of {adapter}")
     target = Target(plan, args, dtypes)
     print("\n".join(describe_target(target)), flush=True)
     if args.dry_run:
+        if plan.head is None:
+            fitted(factors, plan.leaves, str(adapter))
         return
     if plan.head is not None:
         plan = decide_tie(plan)
         require_no(plan.faults)
         target = Target(plan, args, dtypes)
+    updates = fitted(factors, plan.leaves, str(adapter))
     total = sum(layout.nbytes for layout in target.layouts(Path()))
     with transfer("written", total, summary=True) as advance, new_folder(args.target, args.overwrite) as new:
         layouts = target.layouts(new)
@@ -214,9 +220,10 @@ def convert(args: argparse.Namespace) -> None:
             carry = updates[name].merge if name in updates else copy
             carry(stored, place, allow_nonfinite=args.allow_nonfinite)
             advance(place.nbytes)
-        ends: tuple[int, ...] = ()
-        if run and not (source / "config.json").is_file():
-            ends = _write_trained_tokenizer(new, source)
+        # Of a run that trained adapters the run says how text was read, of any other source that itself.
+        reader, ends = args.source if is_run(args.source) else source, ()
+        if is_run(reader) and not (reader / "config.json").is_file():
+            ends = _write_trained_tokenizer(new, reader)
         write_companions(new, source, target.config, ends, with_mtp=bool(target.mtp))
         if args.to == "hf":
             write_index(new, layouts[0])

@@ -24,7 +24,7 @@ def read_docstrings(path: Path) -> Iterator[tuple[str, bytes, bytes]]:
             continue
         said = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        prompt = f'def {node.name}({ast.unparse(node.args)}){returns}:\n    """'.encode()
-        completion = f'{said}"""'.encode()
+        prompt = f'def {node.name}({ast.unparse(node.args)}){returns}:\n    """'.encode(errors="replace")
+        completion = f'{said}"""'.encode(errors="replace")  # a lone surrogate has no bytes
         if said and max(len(prompt), len(completion)) <= _LONGEST:
             yield f"{path}:{node.lineno}", completion, prompt

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qwen3next.config import Compute
+from qwen3next.config import IGNORED_LABEL, Compute
 from qwen3next.data import Batch as HostBatch
 from qwen3next.data import TokenizedCorpus
 from qwen3next.loss import cross_entropy_sum
@@ -28,13 +28,14 @@ def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> tuple[Float
 def evaluate(
     model: Qwen3Next, corpus: TokenizedCorpus, batches: Iterable[HostBatch], limit: int | None, compute: Compute
 ) -> dict[str, float]:
-    """`loss`, nats a token, and `bits_per_byte`, over the first `limit` batches or all of them.
+    """`loss`, nats a token, and `bits_per_byte`, over the first `limit` batches that hold a label, or all of them.
 
     Ends of text are predicted too and count as bits. Over all batches the bytes are exactly the text's; over some,
     the text's bytes a token are taken for theirs.
     """
     nats, count = 0.0, 0.0
-    for batch in islice(batches, limit):
+    labelled = (batch for batch in batches if (batch["labels"] != IGNORED_LABEL).any())
+    for batch in islice(labelled, limit):
         batch_nats, batch_count = _batch_loss(model, jax.tree.map(jnp.asarray, batch), compute)
         nats, count = nats + float(batch_nats), count + float(batch_count)
     text_bytes = corpus.text_bytes * count / corpus.predictions

@@ -4,7 +4,6 @@ An adapter's leaves stand where its matrix stands: stacked by layer and by exper
 """
 
 import math
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from qwen3next.errors import InputError, require
 from qwen3next.hf import table
 from qwen3next.linear import AbstractEmbedding, AbstractLinear, Embedding, Linear, Product, product
 from qwen3next.model import Qwen3Next
-from qwen3next.tree import leaf_path, matches, near, stacked_axes
+from qwen3next.tree import leaf_path, matches, near, stacked_axes, unnumbered
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "all-linear": ("self_attn.*", "linear_attn.*", "mlp.*"),  # every matrix of the layers
@@ -77,8 +76,7 @@ class LoRAEmbedding(AbstractEmbedding):
 
     def merged(self) -> Embedding:
         """The one table that does the same, in the base's dtype."""
-        transposed = eqx.tree_at(lambda base: base.weight, self.base, _sum(self.base.weight.T, self).T)
-        return transposed
+        return eqx.tree_at(lambda base: base.weight, self.base, _sum(self.base.weight.T, self).T)
 
 
 Adapted = LoRALinear | LoRAEmbedding
@@ -122,8 +120,7 @@ def matrix_names(model: Qwen3Next) -> dict[str, str]:
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear | Embedding))
     found = {leaf_path(path) for path, node in nodes if isinstance(node, Linear | Embedding)}
     names = {leaf.path.removesuffix(".weight"): str(leaf.tensors.flat[0]) for leaf in table(model)}
-    numbers = r"^model\.(layers\.\d+\.)?|(?<=experts\.)\d+\.|\.weight$"
-    return {path: re.sub(numbers, "", name) for path, name in names.items() if path in found}
+    return {path: unnumbered(name) for path, name in names.items() if path in found}
 
 
 def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
@@ -132,6 +129,7 @@ def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
     Raises `InputError` for a pattern that matches nothing, with the names near it, and if nothing is left.
     """
     names, ranks = matrix_names(model), dict[str, int]()
+    shapes = {leaf.path.removesuffix(".weight"): leaf.tensor_shape for leaf in table(model)}
     known = sorted({*PRESETS, *names.values()})
     for text in config.targets:
         pattern, given, number = text.partition("=")
@@ -141,7 +139,9 @@ def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
         ]
         if not found:
             raise InputError(f"lora.targets: {pattern!r} is no matrix of the model; allowed: {near(pattern, known)}")
-        ranks |= dict.fromkeys(found, int(number) if given else config.rank)
+        rank, largest = int(number) if given else config.rank, max(max(shapes[path]) for path in found)
+        require(rank <= largest, f"lora.targets: rank {rank} for {pattern!r}; allowed: at most {largest}")
+        ranks |= dict.fromkeys(found, rank)
     ranks = {path: rank for path, rank in ranks.items() if rank}
     require(bool(ranks), "lora.targets leaves no matrix to adapt; give at least one with a rank above 0")
     power = 0.5 if config.rslora else 1.0
@@ -159,10 +159,14 @@ def replace(model: Qwen3Next, make: Mapping[str, Callable[[Linear | Embedding], 
 
 
 def attach(base: Linear | Embedding, lora_A: Array, lora_B: Array, scale: float, dropout: float = 0.0) -> Adapted:
-    """A matrix with this adapter on it."""
+    """A matrix with this adapter on it: A [.., rank, in] and B [.., out, rank], of an embedding's transpose."""
     if isinstance(base, Embedding):
         return LoRAEmbedding(base, lora_A, lora_B, scale)
     return LoRALinear(base, lora_A, lora_B, None, scale, dropout)
+
+
+def _own_key(key: PRNGKeyArray, path: str) -> PRNGKeyArray:
+    return jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
 
 
 def add_adapters(model: Qwen3Next, config: LoRAConfig, *, key: PRNGKeyArray) -> Qwen3Next:
@@ -174,7 +178,7 @@ def add_adapters(model: Qwen3Next, config: LoRAConfig, *, key: PRNGKeyArray) -> 
 
     def make(path: str, target: Target) -> Callable[[Linear | Embedding], Adapted]:
         def new(base: Linear | Embedding) -> Adapted:
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+            own = _own_key(key, path)
             *leading, rows, columns = base.weight.shape
             rank = target.rank
             if isinstance(base, Embedding):
@@ -198,8 +202,7 @@ def with_dropout(model: PyTree, key: PRNGKeyArray) -> PyTree:
         if not isinstance(node, LoRALinear) or not node.dropout:
             return node
         name = leaf_path(path)
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
-        keys = jax.random.split(own, node.lora_A.shape[: stacked_axes(name)])
+        keys = jax.random.split(_own_key(key, name), node.lora_A.shape[: stacked_axes(name)])
         return LoRALinear(node.base, node.lora_A, node.lora_B, keys, node.scale, node.dropout)
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_adapted)

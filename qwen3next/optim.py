@@ -3,6 +3,8 @@
 A rule sees one layer's array: how many layers are stacked in a leaf changes nothing.
 """
 
+import dataclasses
+import re
 from typing import NamedTuple
 
 import jax
@@ -35,7 +37,7 @@ def _exception(text: str) -> tuple[str, dict[str, bool | float]]:
             changes["trained"] = False
         elif name == "decay" and value in ("yes", "no"):
             changes["decay"] = value == "yes"
-        elif name == "learning_rate" and value.replace(".", "", 1).isdecimal():
+        elif name == "learning_rate" and re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?", value):
             changes["learning_rate"] = float(value)
         else:
             allowed = "frozen, decay=yes, decay=no, learning_rate=FACTOR"
@@ -64,13 +66,15 @@ def leaf_rules(model: PyTree, config: OptimizerConfig) -> dict[str, Rule]:
 def trainable(model: PyTree, config: OptimizerConfig = OptimizerConfig()) -> PyTree[bool]:
     """True at each leaf that gradients and optimizer state exist for.
 
-    Raises `InputError` for an exception to the rules that matches no leaf, and if none is left to train.
+    Raises `InputError` for an exception to the rules that matches no leaf to train, and if none is left to train.
     """
     rules = leaf_rules(model, config)
+    plain = leaf_rules(model, dataclasses.replace(config, rules=()))
+    leaves = [path for path, rule in plain.items() if rule.trained]
     for text in config.rules:
         pattern, _ = _exception(text)
-        found = any(matches(pattern, path) for path in rules)
-        require(found, f"optimizer.rules: {pattern!r} is no leaf; allowed: {near(pattern, rules)}")
+        found = any(matches(pattern, path) for path in leaves)
+        require(found, f"optimizer.rules: {pattern!r} is no leaf that is trained; allowed: {near(pattern, leaves)}")
     require(any(rule.trained for rule in rules.values()), "optimizer.rules freeze every leaf; at least one must train")
     return jax.tree_util.tree_map_with_path(lambda path, _: rules[leaf_path(path)].trained, model)
 

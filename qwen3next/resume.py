@@ -88,7 +88,7 @@ def find_run(config: TrainConfig) -> SavedState | None:
     return saved
 
 
-def check_base(saved: SavedState, config: TrainConfig, base: str) -> None:
+def check_frozen(saved: SavedState, config: TrainConfig, base: str) -> None:
     """Raises `InputError` if the weights under a run's adapters are no longer those of the saved state."""
     require(
         saved.position.base == base,

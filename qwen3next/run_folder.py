@@ -61,13 +61,12 @@ def save_weights(folder: Path, model: Qwen3Next) -> None:
             write(layout.tensors[path], np.asarray(jax.device_get(array)))
 
 
-def save_trained(folder: Path, model: Qwen3Next, config: TrainConfig) -> None:
-    """Writes what a run trains: the model, or its adapters alone."""
+def save_trained(folder: Path, model: Qwen3Next, config: TrainConfig, base_fingerprint: str) -> None:
+    """Writes what a run trains: the model, or its adapters alone, with the fingerprint of what they stand on."""
     run, lora = config.run, config.lora
     if lora.targets:
-        adapters.save_adapter(
-            model, folder, base=str(Path(run.init_from).resolve()), dropout=lora.dropout, rslora=lora.rslora
-        )
+        place = {"base": str(Path(run.init_from).resolve()), "fingerprint": base_fingerprint}
+        adapters.save_adapter(model, folder, **place, dropout=lora.dropout, rslora=lora.rslora)
     else:
         save_weights(folder, model)
 

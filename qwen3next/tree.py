@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+_SOME = 30
+
 
 def leaf_path(path: tuple[Any, ...]) -> str:
     """A leaf's path as text, `decoder.cycles.modules.runs.0.modules.mixer.A_log`."""
@@ -24,8 +26,14 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def unnumbered(name: str) -> str:
+    """A published name without the numbers of layer and expert: `mlp.experts.up_proj`, `lm_head`."""
+    return re.sub(r"^model\.(layers\.\d+\.)?|(?<=experts\.)\d+\.|\.weight$", "", name)
+
+
 def near(word: str, known: Iterable[str]) -> str:
-    """The names that a word may have meant, each a few letters away as a whole or in its last parts; all, if none."""
+    """The names that a word may have meant, each a few letters away as a whole or in its last part; some, if none."""
     tails = {name.rsplit(".", dots)[-1] if dots else name: name for name in known for dots in (1, 0)}
     found = difflib.get_close_matches(word.replace("*", ""), tails, n=3, cutoff=0.6)
-    return ", ".join(dict.fromkeys(tails[tail] for tail in found) or sorted(set(tails.values())))
+    names = list(dict.fromkeys(tails[tail] for tail in found)) or sorted(set(tails.values()))
+    return ", ".join(names[:_SOME]) + (f" and {len(names) - _SOME} more" if len(names) > _SOME else "")

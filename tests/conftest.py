@@ -12,8 +12,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 else:
     OWN = ""
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_platforms", "cpu")

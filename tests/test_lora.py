@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import zlib
 
 import equinox as eqx
 import jax
@@ -33,12 +34,13 @@ from qwen3next.tree import leaf_path
 EVERYTHING = LoRAConfig(("all-linear", "head", "embedding"), rank=3)
 # A cycle, a remainder and a dense layer; no two of layers, experts, ranks and widths are equal.
 SHARED = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
+SMALL = {"num_hidden_layers": 2, "full_attention_interval": 1, "num_experts": 3}  # compiles sooner
 SHAPE = {"num_hidden_layers": 6, "num_experts": 5, "moe_intermediate_size": 12, "mlp_only_layers": (4,)}
 
 
-def adapted(config: LoRAConfig = EVERYTHING, seed: int = 0, scale: float = 0.1, **sizes) -> Qwen3Next:
+def adapted(config: LoRAConfig = EVERYTHING, seed: int = 0, scale: float = 0.1, shape=SHAPE, **sizes) -> Qwen3Next:
     """A model whose adapters all have an effect."""
-    model = add_adapters(tiny_model(**SHAPE, **sizes), config, key=jax.random.key(seed))
+    model = add_adapters(tiny_model(**shape, **sizes), config, key=jax.random.key(seed))
     return perturbed(model, jax.random.key(seed + 1), scale)
 
 
@@ -46,7 +48,7 @@ def perturbed(model: Qwen3Next, key: jax.Array, scale: float) -> Qwen3Next:
     def move(path, leaf):
         if not leaf_path(path).endswith(("lora_A", "lora_B")):
             return leaf
-        own = jax.random.fold_in(key, hash(leaf_path(path)) % 2**31)
+        own = jax.random.fold_in(key, zlib.crc32(leaf_path(path).encode()) & 0x7FFFFFFF)
         return leaf + scale * jax.random.normal(own, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(move, model)
@@ -94,12 +96,8 @@ def test_every_matrix_has_its_published_name():
 def test_targets_are_found_in_every_stack(targets, expected):
     model = tiny_model(**SHAPE)
     names, found = matrix_names(model), find_targets(model, LoRAConfig(targets, rank=4))
-    assert {(names[path], target.rank) for path, target in found.items()} == {
-        (name, rank) for end, rank in expected.items() for name in names.values() if name.endswith(end)
-    }
-    layers = {path.split(".modules.mixer")[0] for path, name in names.items() if name.endswith("k_proj")}
-    if targets == ("attention",):
-        assert {path.split(".modules.mixer")[0] for path in found} == layers
+    wanted = {path: rank for end, rank in expected.items() for path, name in names.items() if name.endswith(end)}
+    assert {path: target.rank for path, target in found.items()} == wanted
 
 
 def test_a_target_that_is_nowhere_is_refused_with_what_is_near():
@@ -114,6 +112,7 @@ def test_a_target_that_is_nowhere_is_refused_with_what_is_near():
         (("attention=-1",), r"must be a name or NAME=RANK"),
         (("attention=0",), r"leaves no matrix to adapt"),
         (("",), r"'' is no matrix"),
+        (("attention=99999999999999999999",), r"rank 9+ for 'attention'; allowed: at most 96"),
     ):
         with pytest.raises(InputError, match=message):
             find_targets(model, LoRAConfig(targets))
@@ -177,10 +176,9 @@ def test_new_adapters_change_no_bit(dtype):
     assert all(bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (base, strip(model))), strict=True))
 
 
-@pytest.mark.parametrize("dispatch", ["dense", "ragged", "blocks"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dispatch", "tied"), [("dense", False), ("ragged", True), ("blocks", False)])
 def test_merged_is_unmerged(dispatch, tied):
-    model, ids = adapted(tie_word_embeddings=tied) if not tied else _tied(), make_batch()["input_ids"]
+    model, ids = _tied() if tied else adapted(), make_batch()["input_ids"]
     compute = Compute(dispatch=dispatch)
     unmerged, merged = logits_of(model, ids, compute), logits_of(merge(model), ids, compute)
     plain = logits_of(strip(model), ids, compute)
@@ -260,20 +258,25 @@ def test_no_two_layers_or_experts_begin_alike():
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def lora_config(tmp_path, **changes):
+def lora_config(tmp_path, sizes=SHAPE, **changes):
     config = run_config(tmp_path)
     optimizer = OptimizerConfig(learning_rate=0.05, warmup_steps=0, weight_decay=0.1)
-    model = tiny_config(**SHAPE)
+    model = tiny_config(**sizes)
     return dataclasses.replace(config, model=model, lora=EVERYTHING, optimizer=optimizer, **changes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_base_stays_bit_for_bit_and_every_layer_learns(tmp_path, dtype):
-    config = lora_config(tmp_path)
+@pytest.mark.parametrize(("dtype", "decay"), [("bfloat16", 0.1), ("float32", 0.0)])
+def test_a_frozen_base_stays_bit_for_bit_and_every_layer_learns(tmp_path, dtype, decay):
+    config = lora_config(tmp_path, SMALL if dtype == "bfloat16" else SHAPE)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, weight_decay=decay))
     transform = optimizer(config.optimizer, 20)
     state, frozen = initial_state(config, transform, jax.random.key(0))
-    before = jax.tree.map(np.array, frozen)
+
+    def base():
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(strip(eqx.combine(state.params, frozen)))]
+
+    before = base()
     first = jax.tree.map(np.array, state.params)
     step = eqx.filter_jit(make_train_step(config, transform), donate="all-except-first")
     losses = []
@@ -281,13 +284,12 @@ def test_a_frozen_base_stays_bit_for_bit_and_every_layer_learns(tmp_path, dtype)
         state, metrics = step((frozen, make_batch()), state)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.5
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(frozen), strict=True):
-        assert a.tobytes() == np.asarray(b).tobytes()
+    assert before == base()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         assert leaf.dtype == jnp.float32
         assert leaf_path(path).endswith(("lora_A", "lora_B"))
     moved = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)), first, state.params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(moved):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(moved) if not decay else ():  # decay moves all
         matrices = leaf.reshape(-1, *leaf.shape[-2:])
         assert (matrices.max(axis=(1, 2)) > 0).all(), leaf_path(path)  # of every layer and expert
 
@@ -343,7 +345,7 @@ def test_dropout_is_of_each_layer_and_step_and_of_training_alone(tmp_path):
 
 
 def test_dropout_differs_between_steps_and_microbatches(tmp_path):
-    config = lora_config(tmp_path)
+    config = lora_config(tmp_path, SMALL)
     lora = dataclasses.replace(config.lora, dropout=0.5)
     config = dataclasses.replace(
         config, lora=lora, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-12)
@@ -353,15 +355,14 @@ def test_dropout_differs_between_steps_and_microbatches(tmp_path):
     model = perturbed(eqx.combine(state.params, frozen), jax.random.key(5), 0.5)
     params, frozen = eqx.partition(model, trainable(model))
     state = dataclasses.replace(state, params=params)
+    run = eqx.filter_jit(gradients)
     step, batch = eqx.filter_jit(make_train_step(config, transform)), make_batch()
     after, first = step((frozen, batch), state)
     _, second = step((frozen, batch), after)
     assert abs(float(first["loss"]) - float(second["loss"])) > 1e-3
     twice = {name: jnp.concatenate([array, array]) for name, array in batch.items()}
-    _, halves = gradients(params, frozen, twice, 2, Compute(), jax.random.key(0))
-    same = [
-        gradients(params, frozen, batch, 1, Compute(), key)[1]["loss"] for key in jax.random.split(jax.random.key(0))
-    ]
+    _, halves = run(params, frozen, twice, 2, Compute(), jax.random.key(0))
+    same = [run(params, frozen, batch, 1, Compute(), key)[1]["loss"] for key in jax.random.split(jax.random.key(0))]
     np.testing.assert_allclose(float(halves["loss"]), float(sum(same)) / 2, rtol=1e-5)
     assert abs(float(same[0] - same[1])) > 1e-3
 
@@ -390,7 +391,7 @@ def test_rules_see_one_layer_and_the_last_one_counts():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("A_logg frozen", r"'A_logg' is no leaf; allowed: .*A_log"),
+        ("A_logg frozen", r"'A_logg' is no leaf that is trained; allowed: .*A_log"),
         ("A_log frosen", r"'frosen' in 'A_log frosen' is unknown; allowed: frozen, decay=yes"),
         ("A_log decay=maybe", r"'decay=maybe'.*is unknown"),
         ("A_log learning_rate=-1", r"'learning_rate=-1'.*is unknown"),
@@ -402,6 +403,13 @@ def test_rules_see_one_layer_and_the_last_one_counts():
 def test_a_rule_that_says_nothing_is_refused(rule, message):
     with pytest.raises(InputError, match=message):
         trainable(tiny_model(**SHAPE), OptimizerConfig(rules=(rule,)))
+
+
+def test_a_rule_for_what_is_frozen_anyway_is_refused():
+    model = add_adapters(tiny_model(**SHAPE), LoRAConfig(("attention",)), key=jax.random.key(0))
+    with pytest.raises(InputError, match=r"'norm\.weight' is no leaf that is trained; allowed: .*lora_"):
+        trainable(model, OptimizerConfig(rules=("norm.weight learning_rate=7",)))
+    assert leaf_rules(model, OptimizerConfig(rules=("lora_B learning_rate=1e-2",)))
 
 
 def test_a_rule_scales_the_update_and_keeps_from_decay():

@@ -17,15 +17,17 @@ from test_lora import logits_of
 import decode
 import train
 from qwen3next import check, convert, lora_checks, plan
-from qwen3next.adapters import CONFIG, WEIGHTS, read_adapter
+from qwen3next.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from qwen3next.checkpoint import fingerprint, load_base, load_checkpoint
 from qwen3next.cli import dump_config, load_config, parse
 from qwen3next.config import Compute, LoRAConfig, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.hf import load_pretrained, save_pretrained
-from qwen3next.lora import adapters, strip
+from qwen3next.lora import adapters, add_adapters, replace, strip
 from qwen3next.lora_checks import lora_checks as checks
 from qwen3next.run_folder import save_weights
+from qwen3next.tokenizer import byte_tokenizer_for_others
+from qwen3next.tree import leaf_path
 
 ROOT = Path(__file__).parent.parent
 # Attention alone, which compiles sooner than the delta rule; what adapters do in other layers is tested elsewhere.
@@ -118,9 +120,14 @@ def test_another_base_is_refused(tmp_path, base):
     before = (Path(config.run.folder) / WEIGHTS).read_bytes()
     with pytest.raises(InputError, match="does not hold the weights that the run in"):
         train.main(longer)
+    for use in (load_checkpoint, lambda run: convert.main([str(run), str(tmp_path / "out")])):
+        with pytest.raises((InputError, SystemExit)):
+            use(Path(config.run.folder))
+    assert not (tmp_path / "out").exists()
     save_pretrained(tiny_model(**SIZES), own, overwrite=True)
+    assert load_checkpoint(Path(config.run.folder))
     shutil.rmtree(own)
-    with pytest.raises(InputError, match=r"the base of .*is not a folder"):
+    with pytest.raises(InputError, match=r"which is no folder here; allowed: BASE --adapter"):
         load_checkpoint(Path(config.run.folder))
     assert (Path(config.run.folder) / WEIGHTS).read_bytes() == before
 
@@ -145,6 +152,11 @@ def test_a_base_tells_the_sizes_of_a_config_without_them(tmp_path, base):
     assert parse(["train.py", str(path), "--run.init-from", str(folder)]).model.hidden_size == 48
     half = parse(["train.py", str(path), f"--run.init-from={folder}", "--model.dtype", "bfloat16"])
     assert half.model.dtype == "bfloat16" and half.model.hidden_size == 48
+    own = tmp_path / "itself"
+    own.mkdir()
+    (own / "config.toml").write_text(f'[run]\ninit_from = "{own}"\n')
+    with pytest.raises(InputError, match="required key 'model' is missing"):
+        load_config(own / "config.toml")
     path.write_text('[run]\ninit_from = "nowhere"\n')
     with pytest.raises(InputError, match=r"run\.init_from nowhere holds no checkpoint"):
         load_config(path)
@@ -184,6 +196,8 @@ def test_bad_bases_are_refused_before_anything_is_written(tmp_path, base):
         (run(init_from=str(tmp_path / "nowhere")), "run.init_from .*nowhere is not a folder"),
         (run(init_from=str(ROOT / "tests")), "holds no checkpoint; needed"),
         (run(init_from=str(folder)), "run.init_from and run.folder are both"),
+        (run(init_from=str(folder), dry_run=True), "run.init_from and run.folder are both"),
+        (dataclasses.replace(other, run=run(dry_run=True).run), r"model.num_experts is 6"),
         (other, r"model.num_experts is 6, and run.init_from .* has 3; they must be equal"),
         (typo, "'atention' is no matrix of the model; allowed: .*attention"),
     ):
@@ -191,8 +205,41 @@ def test_bad_bases_are_refused_before_anything_is_written(tmp_path, base):
             train.main(bad)
         assert not folder.exists()
     assert train.main(config) == 0
-    with pytest.raises(InputError, match="holds no whole model but an adapter"):
+    with pytest.raises(InputError, match="holds an adapter; needed: a whole model"):
         train.main(run(init_from=str(folder), folder=str(tmp_path / "c")))
+
+
+def test_an_adapter_of_an_adapter_is_refused(tmp_path, base):
+    for folder in ("a", "b"):
+        save_adapter(load_checkpoint_with(base), tmp_path / folder, base=str(tmp_path / folder))
+        with pytest.raises(InputError, match="which is an adapter too; needed: a whole model"):
+            load_checkpoint(tmp_path / folder)
+
+
+def load_checkpoint_with(base: Path):
+    return add_adapters(load_pretrained(base), LoRAConfig(("attention",)), key=jax.random.key(0))
+
+
+def test_a_base_keeps_the_configs_settings(base, tmp_path):
+    config = dataclasses.replace(tiny_config(**SIZES), router_aux_loss_coef=0.5, initializer_range=0.3)
+    assert load_base(base, config, "").config == config
+    run = tmp_path / "run"
+    save_weights_and_config(run)
+    assert load_base(run, config, "").config == config
+    with pytest.raises(InputError, match=r"model\.max_position_embeddings is 99"):
+        load_base(base, dataclasses.replace(config, max_position_embeddings=99), "")
+
+
+def test_a_base_tells_the_tokenizer_too(base, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    path = tmp_path / "lora.toml"
+    path.write_text(f'[run]\ninit_from = "{folder}"\n')
+    assert load_config(path).data.tokenizer == "bytes"
+    byte_tokenizer_for_others().save(str(folder / "tokenizer.json"))
+    assert load_config(path).data.tokenizer == str((folder / "tokenizer.json").resolve())
+    path.write_text(f'[data]\ntokenizer = "bytes"\n[run]\ninit_from = "{folder}"\n')
+    assert load_config(path).data.tokenizer == "bytes"
 
 
 def test_fingerprints_tell_two_trainings_apart(tmp_path, base):
@@ -233,7 +280,7 @@ def test_lora_dry_run_is_a_flag(tmp_path, base):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, base) -> TrainConfig:
     config = config_for(tmp_path_factory.mktemp("small"), base)
-    model = tiny_config(**(SIZES | {"num_hidden_layers": 3, "full_attention_interval": 2, "mlp_only_layers": (1,)}))
+    model = tiny_config(**(SIZES | {"full_attention_interval": 2, "mlp_only_layers": (0,)}))
     return dataclasses.replace(config, model=model)
 
 
@@ -263,16 +310,27 @@ def test_each_broken_property_fails_its_check(small, monkeypatch):
     few = dataclasses.replace(small, lora=lora, model=tiny_config(**(SIZES | {"num_hidden_layers": 1})))
     assert failed(few) == []
 
-    with monkeypatch.context() as patch:  # a layer too few
-        patch.setattr(lora_checks, "_copies", lambda config, name: 99)
-        assert failed(few) == ["adapters on mlp.experts.up_proj", "adapters on self_attn.v_proj"]
+    with monkeypatch.context() as patch:  # a matrix is left out
+        patch.setattr("qwen3next.lora.replace", lambda model, make: replace(model, dict(list(make.items())[1:])))
+        assert "adapters on mlp.experts.up_proj" in failed(few) or "adapters on self_attn.v_proj" in failed(few)
+    with monkeypatch.context() as patch:  # one side never learns
+        slopes = lora_checks.gradients
+
+        def half(*args):
+            grads, metrics = slopes(*args)
+            return jax.tree_util.tree_map_with_path(lambda at, x: x * float(leaf_path(at)[-1] == "B"), grads), metrics
+
+        patch.setattr(lora_checks, "gradients", half)
+        assert [name for name in failed(few) if "without a gradient" in name]
     with monkeypatch.context() as patch:  # B does not begin at zero
         new = lora_checks.initial_state
         patch.setattr(lora_checks, "initial_state", lambda *args: _shifted(new(*args)))
         assert "logits that new adapters change" in failed(few)
     with monkeypatch.context() as patch:  # the base is trained too
         patch.setattr("qwen3next.training.trainable", lambda model, config: jax.tree.map(lambda _: True, model))
-        assert {"bytes of gradients", "leaves that stay frozen"} <= set(failed(few))
+        found = failed(few)
+        assert {"bytes of gradients", "leaves that stay frozen"} <= set(found)
+        assert "leaves of the base that 3 steps with decay change" in found
 
 
 def _shifted(begun):
