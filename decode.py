@@ -16,10 +16,11 @@ from typing import TextIO, get_args
 
 import numpy as np
 
-from qwen3next.adapters import read_adapter, with_adapters
+from qwen3next.adapters import read_adapter
 from qwen3next.checkpoint import Checkpoint, load_checkpoint
 from qwen3next.config import Dtype
 from qwen3next.errors import InputError, Parser, exit_on_input_error, require
+from qwen3next.factors import with_adapters
 from qwen3next.generate import generate
 from qwen3next.lora import adapters
 from qwen3next.tokenizer import Tokenizer

@@ -74,16 +74,18 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
     # --- model and optimizer ------------------------------------------------------------------------------------------
     begin = partial(initial_state, config, transform)
     key = jax.random.key(run.seed)
-    state, frozen = eqx.filter_eval_shape(begin, key)
+    # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.
+    draw = jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0})
+    fresh = saved is None and not run.init_from
+    state, frozen = draw(key) if fresh else eqx.filter_eval_shape(begin, key)
     partly = bool(jax.tree.leaves(frozen))  # some leaves stay as they begin, and no saved state holds them
     base = fingerprint(start) if partly and run.init_from else ""
     if saved is not None:
         check_frozen(saved, config, base)
-    if (saved is None or partly) and run.init_from:
+    if run.init_from and (saved is None or partly):
         state, frozen = begin(key, load_base(start, config.model, "run.init_from "))
-    elif saved is None or partly:
-        # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.
-        state, frozen = jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0})(key)
+    elif saved is not None and partly:
+        state, frozen = draw(key)
     if saved is not None:
         state = saved.restore(state, state.params.decoder.pattern.layer_numbers())
     prompt = tokenizer.encode(run.sample_prompt).tolist() or [tokenizer.end_of_text]

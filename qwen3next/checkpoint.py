@@ -8,12 +8,13 @@ from typing import NamedTuple
 import jax
 
 from qwen3next import adapters
-from qwen3next.adapters import is_adapter, read_adapter, with_adapters
+from qwen3next.adapters import is_adapter, read_adapter
 from qwen3next.cli import load_config
-from qwen3next.config import Compute, ModelConfig
+from qwen3next.config import Compute, ModelConfig, TrainConfig
 from qwen3next.errors import InputError, require
+from qwen3next.factors import with_adapters
 from qwen3next.hf import load_pretrained
-from qwen3next.hf_config import read_config, read_end_of_text
+from qwen3next.hf_config import read_config, read_end_of_text, spelled_out
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.run_folder import CONFIG, TOKENIZER, WEIGHTS, is_run, load_run, load_weights
 from qwen3next.structure import read_json
@@ -56,8 +57,9 @@ def check_base(folder: Path, config: ModelConfig, role: str) -> ModelConfig:
     require(not is_adapter(folder), f"{role}{folder} holds an adapter; needed: a whole model")
     require(not run or (folder / WEIGHTS).is_file(), f"{role}{folder} holds no weights yet; needed: {WEIGHTS}")
     held = load_config(folder / CONFIG).model if run else read_config(folder)
+    resolved = [_resolved(one) for one in (config, held)]
     for field in dataclasses.fields(ModelConfig):
-        ours, theirs = (getattr(_resolved(one), field.name) for one in (config, held))
+        ours, theirs = (getattr(one, field.name) for one in resolved)
         require(
             field.name in _FREE or ours == theirs,
             f"model.{field.name} is {ours!r}, and {role}{folder} has {theirs!r}; they must be equal",
@@ -87,9 +89,7 @@ def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
 def _resolved(config: ModelConfig) -> ModelConfig:
     """With the kind of each layer said outright, so that two spellings of one order are equal."""
     dense = tuple(at for at, kind in enumerate(config.layer_kinds) if kind.mlp == "dense")
-    kinds = tuple(kind.mixer for kind in config.layer_kinds)
-    spelling = {"full_attention_interval": 4, "mlp_only_layers": dense, "decoder_sparse_step": 1}
-    return dataclasses.replace(config, layer_types=kinds, **spelling)
+    return dataclasses.replace(spelled_out(config), mlp_only_layers=dense, decoder_sparse_step=1)
 
 
 def base_of(adapter: Path) -> Path:
@@ -124,13 +124,14 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _load_run(folder: Path) -> tuple[Qwen3Next, Compute]:
+def _load_any_run(folder: Path) -> tuple[TrainConfig, Qwen3Next]:
+    """As `load_run`, also of a run that trained adapters."""
     config = load_config(folder / CONFIG)
     if not config.lora.targets:
-        return load_run(folder)[1], config.compute
+        return load_run(folder)
     require(is_adapter(folder), f"{folder} holds no adapter yet; needed: {adapters.CONFIG}")
     base = load_base(base_of(folder), config.model, f"the base of {folder}, ")
-    return with_adapters(base, [(str(folder), read_adapter(folder))])[0], config.compute
+    return config, with_adapters(base, [(str(folder), read_adapter(folder))])[0]
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -145,9 +146,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         return checkpoint._replace(model=with_adapters(checkpoint.model, [(str(folder), read_adapter(folder))])[0])
     require(is_run(folder) or published, f"{folder} holds no checkpoint; needed: {CONFIG} or config.json")
     if is_run(folder):
-        model, compute = _load_run(folder)
+        config, model = _load_any_run(folder)
+        compute = config.compute
         if not published:
-            tokenizer = load_tokenizer(load_config(folder / CONFIG).data.tokenizer)
+            tokenizer = load_tokenizer(config.data.tokenizer)
             return Checkpoint(model, tokenizer, (tokenizer.end_of_text,), compute)
     else:
         model = load_pretrained(folder)

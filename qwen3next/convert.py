@@ -20,11 +20,12 @@ from typing import Any, get_args
 
 import tokenizers
 
-from qwen3next.adapters import fitted, is_adapter, read_adapter
+from qwen3next.adapters import is_adapter, read_adapter
 from qwen3next.checkpoint import base_of, default_compute
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import DataConfig, RunConfig, StoredDtype, TrainConfig
 from qwen3next.errors import InputError, Parser, exit_on_input_error, require
+from qwen3next.factors import fitted
 from qwen3next.hf import Plan, decide_tie, plan_pretrained, table, write_companions
 from qwen3next.leaves import find_faults, leaf_dtype, leaves_by_path, require_no
 from qwen3next.model import abstract_model

@@ -41,10 +41,10 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     require(dropout == 0, f"attention_dropout is {dropout}; only 0 is implemented")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     known = {**_known(ModelConfig, values), "rope_parameters": _rope(values), "dtype": dtype}
-    return _spelled_out(structure(known, ModelConfig))
+    return spelled_out(structure(known, ModelConfig))
 
 
-def _spelled_out(config: ModelConfig) -> ModelConfig:
+def spelled_out(config: ModelConfig) -> ModelConfig:
     """Layers by their types alone, so that both spellings read alike."""
     kinds = tuple(kind.mixer for kind in config.layer_kinds)
     return dataclasses.replace(config, layer_types=kinds, full_attention_interval=4)
@@ -106,7 +106,7 @@ def updated_values(values: dict[str, Any], config: ModelConfig, *, with_mtp: boo
 
     Every other key stays, known or not.
     """
-    values, before, after = dict(values), model_config(values), _spelled_out(config)
+    values, before, after = dict(values), model_config(values), spelled_out(config)
     if not with_mtp:
         gone = [name for name in values if name.startswith("mtp") or name == "num_nextn_predict_layers"]
         values = {name: value for name, value in values.items() if name not in gone}

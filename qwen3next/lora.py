@@ -3,9 +3,10 @@
 An adapter's leaves stand where its matrix stands: stacked by layer and by expert like it, scanned and sharded like it.
 """
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import equinox as eqx
@@ -115,12 +116,18 @@ class Target(NamedTuple):
     scale: float
 
 
-def matrix_names(model: Qwen3Next) -> dict[str, str]:
-    """Each matrix of a base model that can be adapted, by path: its published name without the numbers in it."""
+def _matrices(model: Qwen3Next) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, as in `matrix_names`, and shape of each matrix, by path."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear | Embedding))
     found = {leaf_path(path) for path, node in nodes if isinstance(node, Linear | Embedding)}
-    names = {leaf.path.removesuffix(".weight"): str(leaf.tensors.flat[0]) for leaf in table(model)}
-    return {path: unnumbered(name) for path, name in names.items() if path in found}
+    leaves = {leaf.path.removesuffix(".weight"): leaf for leaf in table(model)}
+    kept = {path: leaf for path, leaf in leaves.items() if path in found}
+    return {path: (unnumbered(str(leaf.tensors.flat[0])), leaf.tensor_shape) for path, leaf in kept.items()}
+
+
+def matrix_names(model: Qwen3Next) -> dict[str, str]:
+    """Each matrix of a base model that can be adapted, by path: its published name without the numbers in it."""
+    return {path: name for path, (name, _) in _matrices(model).items()}
 
 
 def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
@@ -128,18 +135,16 @@ def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
 
     Raises `InputError` for a pattern that matches nothing, with the names near it, and if nothing is left.
     """
-    names, ranks = matrix_names(model), dict[str, int]()
-    shapes = {leaf.path.removesuffix(".weight"): leaf.tensor_shape for leaf in table(model)}
-    known = sorted({*PRESETS, *names.values()})
+    matrices, ranks = _matrices(model), dict[str, int]()
+    known = sorted({*PRESETS, *(name for name, _ in matrices.values())})
     for text in config.targets:
         pattern, given, number = text.partition("=")
         require(not given or number.isdecimal(), f"lora.targets: {text!r} must be a name or NAME=RANK")
-        found = [
-            path for path, name in names.items() for word in PRESETS.get(pattern, (pattern,)) if matches(word, name)
-        ]
+        words = PRESETS.get(pattern, (pattern,))
+        found = [path for path, (name, _) in matrices.items() if any(matches(word, name) for word in words)]
         if not found:
             raise InputError(f"lora.targets: {pattern!r} is no matrix of the model; allowed: {near(pattern, known)}")
-        rank, largest = int(number) if given else config.rank, max(max(shapes[path]) for path in found)
+        rank, largest = int(number) if given else config.rank, max(max(matrices[path][1]) for path in found)
         require(rank <= largest, f"lora.targets: rank {rank} for {pattern!r}; allowed: at most {largest}")
         ranks |= dict.fromkeys(found, rank)
     ranks = {path: rank for path, rank in ranks.items() if rank}
@@ -148,12 +153,12 @@ def find_targets(model: Qwen3Next, config: LoRAConfig) -> dict[str, Target]:
     return {path: Target(rank, config.alpha / rank**power) for path, rank in ranks.items()}
 
 
-def replace(model: Qwen3Next, make: Mapping[str, Callable[[Linear | Embedding], Adapted]]) -> Qwen3Next:
-    """The model with adapters on the matrices at these paths."""
+def replace(model: Qwen3Next, paths: Collection[str], make: Callable[[str, Linear | Embedding], Adapted]) -> Qwen3Next:
+    """The model with an adapter, `make(path, matrix)`, on the matrices at these paths."""
 
     def visit(path: tuple, node: object) -> object:
         name = leaf_path(path)
-        return make[name](node) if isinstance(node, Linear | Embedding) and name in make else node
+        return make(name, node) if isinstance(node, Linear | Embedding) and name in paths else node
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=lambda node: isinstance(node, Linear | Embedding))
 
@@ -176,23 +181,20 @@ def add_adapters(model: Qwen3Next, config: LoRAConfig, *, key: PRNGKeyArray) -> 
     Raises `InputError` as `find_targets` does.
     """
 
-    def make(path: str, target: Target) -> Callable[[Linear | Embedding], Adapted]:
-        def new(base: Linear | Embedding) -> Adapted:
-            own = _own_key(key, path)
-            *leading, rows, columns = base.weight.shape
-            rank = target.rank
-            if isinstance(base, Embedding):
-                normal = jax.random.normal(own, (columns, rank), jnp.float32)
-                return attach(base, jnp.zeros((rank, rows), jnp.float32), normal, target.scale)
-            bound = 1 / math.sqrt(columns)
-            uniform = jax.random.uniform(own, (*leading, rank, columns), jnp.float32, -bound, bound)
-            zeros = jnp.zeros((*leading, rows, rank), jnp.float32)
-            return attach(base, uniform, zeros, target.scale, config.dropout)
-
-        return new
-
     targets = find_targets(model, config)
-    return replace(model, {path: make(path, target) for path, target in targets.items()})
+
+    def make(path: str, base: Linear | Embedding) -> Adapted:
+        own, (rank, scale) = _own_key(key, path), targets[path]
+        *leading, rows, columns = base.weight.shape
+        if isinstance(base, Embedding):
+            normal = jax.random.normal(own, (columns, rank), jnp.float32)
+            return attach(base, jnp.zeros((rank, rows), jnp.float32), normal, scale)
+        bound = 1 / math.sqrt(columns)
+        uniform = jax.random.uniform(own, (*leading, rank, columns), jnp.float32, -bound, bound)
+        zeros = jnp.zeros((*leading, rows, rank), jnp.float32)
+        return attach(base, uniform, zeros, scale, config.dropout)
+
+    return replace(model, targets, make)
 
 
 def with_dropout(model: PyTree, key: PRNGKeyArray) -> PyTree:
@@ -203,6 +205,6 @@ def with_dropout(model: PyTree, key: PRNGKeyArray) -> PyTree:
             return node
         name = leaf_path(path)
         keys = jax.random.split(_own_key(key, name), node.lora_A.shape[: stacked_axes(name)])
-        return LoRALinear(node.base, node.lora_A, node.lora_B, keys, node.scale, node.dropout)
+        return dataclasses.replace(node, key=keys)
 
     return jax.tree_util.tree_map_with_path(visit, model, is_leaf=is_adapted)

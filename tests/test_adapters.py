@@ -15,10 +15,11 @@ from test_lora import EVERYTHING, SMALL, adapted, logits_of, make_batch
 
 import decode
 from qwen3next import convert
-from qwen3next.adapters import CONFIG, WEIGHTS, Factors, factors_of, read_adapter, save_adapter, with_adapters
+from qwen3next.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from qwen3next.checkpoint import load_checkpoint
 from qwen3next.config import LoRAConfig
 from qwen3next.errors import InputError
+from qwen3next.factors import Factors, factors_of, with_adapters
 from qwen3next.generate import generate
 from qwen3next.hf import load_pretrained, save_pretrained
 from qwen3next.lora import LoRALinear, adapters, merge, strip

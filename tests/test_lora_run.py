@@ -311,7 +311,7 @@ def test_each_broken_property_fails_its_check(small, monkeypatch):
     assert failed(few) == []
 
     with monkeypatch.context() as patch:  # a matrix is left out
-        patch.setattr("qwen3next.lora.replace", lambda model, make: replace(model, dict(list(make.items())[1:])))
+        patch.setattr("qwen3next.lora.replace", lambda model, paths, make: replace(model, list(paths)[1:], make))
         assert "adapters on mlp.experts.up_proj" in failed(few) or "adapters on self_attn.v_proj" in failed(few)
     with monkeypatch.context() as patch:  # one side never learns
         slopes = lora_checks.gradients
