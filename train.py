@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from qwen3next.checkpoint import check_base, fingerprint, load_base
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
-from qwen3next.data import eval_batches, read_documents, split_documents, tokenize, train_batches
+from qwen3next.data.pipeline import TrainBatches, eval_batches, read_texts
+from qwen3next.data.pipeline import fingerprint as fingerprint_of
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.generate import check_prompts, generate
@@ -63,12 +64,14 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         tokenizer.vocab_size <= config.model.vocab_size,
         f"model.vocab_size is {config.model.vocab_size}; the tokenizer needs at least {tokenizer.vocab_size}",
     )
-    documents = split_documents(read_documents(data), data.held_out, run.seed)
-    train_corpus, held_out = (tokenize(side, tokenizer) for side in documents)
-    batches = iter(train_batches(train_corpus, data, run.seed))
-    text = train_corpus.fingerprint() + held_out.fingerprint()
+    texts = read_texts(data, tokenizer, config.model.vocab_size, run.seed)
+    batches = TrainBatches([(text.train, text.weight) for text in texts], data, run.seed)
+    held_out, text_fingerprint = [text.held_out for text in texts], fingerprint_of(texts)
+    known = [rows.corpus.text_bytes.sum() for rows in held_out if rows.corpus.text_bytes is not None]
+    labels = sum(rows.predictions for rows in held_out)
+    bytes_per_label = float(sum(known)) / labels if len(known) == len(held_out) else None
     if saved is not None:
-        check_text(saved, config, text)
+        check_text(saved, config, text_fingerprint)
         batches.set_state(saved.position.data)
 
     # --- model and optimizer ------------------------------------------------------------------------------------------
@@ -100,11 +103,10 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
 
     # --- loop ---------------------------------------------------------------------------------------------------------
     monitor = Monitor(run.steps, data.batch_size * data.sequence_length)
-    with open_run(config, saved) as folder, monitor, StateWriter(folder, run.keep) as states:
+    with open_run(config, saved) as folder, monitor, StateWriter(folder, run.keep) as states, batches:
         tracker, wandb = make_tracker(folder, config)
-        sides = zip(("train on", "held out"), documents, (train_corpus, held_out), strict=True)
-        for name, side, corpus in sides:
-            monitor.say(f"{name}: {len(side):,} documents, {corpus.text_bytes:,} bytes, {len(corpus.tokens):,} tokens")
+        for line in (line for text in texts for line in text.describe()):
+            monitor.say(line)
         model = eqx.combine(state.params, frozen)
         parameters, active = count_parameters(model), active_parameters(strip(model), config.model)
         monitor.say(f"model: {parameters:,} parameters, {active:,} of them active for a token, {config.compute.dtype}")
@@ -119,9 +121,10 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
 
         def evaluate_and_sample(number: int, limit: int | None) -> dict[str, float]:
             model = eqx.combine(state.params, frozen)
-            rows = eval_batches(held_out, data.batch_size, data.sequence_length)
-            result = evaluate(model, held_out, rows, limit, config.compute)
-            text = f"step {number}: held-out loss {result['loss']:.3f}, {result['bits_per_byte']:.3f} bits per byte"
+            rows = eval_batches(held_out, data.batch_size)
+            result = evaluate(model, rows, limit, config.compute, bytes_per_label)
+            text = f"step {number}: held-out loss {result['loss']:.3f}"
+            text += f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
             if run.sample_tokens:
                 made = [int(token[0]) for token in generate(model, [prompt], run.sample_tokens, compute=config.compute)]
                 text += f"; sample:\n{run.sample_prompt}{tokenizer.decode(made)}\n"
@@ -158,9 +161,10 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
                 # The last one is over all rows; for the best only those over the same rows are compared.
                 held_out_loss = None if final else result["loss"]
                 save = save or result["loss"] < states.best
-            if final:
+            if final and "held_out/bits_per_byte" in record:
                 bits = {"this model": record["held_out/bits_per_byte"]}
-                bits |= compressed_bits_per_byte(b"".join(document.text for document in documents[1]))
+                plain = [text.held_out_text for text in texts if text.held_out_text is not None]
+                bits |= compressed_bits_per_byte(b"".join(plain)) if len(plain) == len(texts) else {}
                 record |= {f"held_out_bits_per_byte/{name}": value for name, value in bits.items()}
                 told = ", ".join(f"{name} {value:.3f}" for name, value in bits.items())
                 monitor.say(f"held-out bits per byte: {told}")
@@ -169,7 +173,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             if save:
                 save_trained(folder, eqx.combine(state.params, frozen), config, base)
                 size = (folder / METRICS).stat().st_size
-                place = Position(dump_config(config), text, batches.get_state(), size, stacks, base)
+                place = Position(dump_config(config), text_fingerprint, batches.get_state(), size, stacks, base)
                 states.save(state, place, held_out_loss)
             if stopping:
                 break

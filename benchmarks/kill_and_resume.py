@@ -43,7 +43,7 @@ def make_config(folder: Path, name: str, steps: int) -> Path:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    data = DataConfig(source=str(folder / "text.txt"), sequence_length=32, batch_size=4, held_out=0.02)
+    data = DataConfig(source=(str(folder / "text.txt"),), sequence_length=32, batch_size=4, held_out=0.02)
     run = RunConfig(
         folder=str(folder / name), steps=steps, log_every=1, eval_every=10, save_every=3, sample_tokens=0, wandb="off"
     )

@@ -75,6 +75,9 @@ def parse_config(text: str, name: str, init_from: str | None = None) -> TrainCon
                 data = values.setdefault("data", {})
                 if isinstance(data, dict):
                     data.setdefault("tokenizer", _base_tokenizer(Path(base)))
+        data = values.get("data")
+        if isinstance(data, dict) and isinstance(data.get("source"), str):
+            data["source"] = [data["source"]]
         compute = values.get("compute")
         if isinstance(compute, dict) and isinstance(compute.get("remat"), str):
             compute["remat"] = dataclasses.asdict(Remat.of(compute["remat"]))

@@ -14,6 +14,10 @@ Dtype = Literal["float32", "bfloat16"]  # of computation
 StoredDtype = Literal["float32", "bfloat16", "float16"]  # of parameters
 Dispatch = Literal["auto", "dense", "blocks", "ragged"]
 Resume = Literal["auto", "never", "must"]
+OnError = Literal["fail", "skip"]
+PackingKind = Literal["split", "first_fit", "best_fit", "none"]
+LongDocuments = Literal["split", "truncate", "drop"]
+TokenDtype = Literal["uint16", "uint32"]
 
 IGNORED_LABEL = -100  # of a token whose next one is not predicted
 
@@ -245,24 +249,73 @@ class Compute:
 class DataConfig:
     """Where text comes from and how it is cut into rows.
 
-    `source`: `stdlib` (the Python standard library's own source files), or a file, folder or glob of text or `.jsonl`.
-    `docstrings` are prompts and completions made of it: a function's head, and what its docstring says first.
-    `tokenizer`: `bytes`, or the path of a Hugging Face `tokenizer.json`. `text_field`: the field of a JSONL record.
-    `prompt_field`: if given, records hold a prompt, too, on which there is no loss, before the text.
-    `batch_size`: rows of one optimizer step. `held_out`: share of the documents kept for evaluation.
+    `source`: `stdlib` (the Python standard library's own source files), `docstrings` (prompts and completions made of
+    it: a function's head, and what its docstring says first), or a file, folder or glob of text, `.jsonl`, `.parquet`,
+    `.array_record` or `.bin` token files. Of several each has a weight, `NAME=WEIGHT`: its share of the rows.
+    `tokenizer`: `bytes`, or the path of a Hugging Face `tokenizer.json`.
+    `token_dtype`: that of a `.bin` file that says none.
+    `text_field`: the field of a record. `prompt_field`: if given, records hold a prompt, too, before the text, on which
+    there is no loss. `messages_field`: if given, records are conversations, written by the chat template beside the
+    tokenizer, with a loss on what the `roles` say. `on_error`: what becomes of a record or text that cannot be read.
+    `packing`: rows are cut from the concatenation (`split`), filled with whole documents, each into the first row with
+    room or the one that it fills best, or hold one each (`none`). `long_documents`: what then becomes of a document
+    that is longer than a row. `batch_size`: rows of one optimizer step. `held_out`: share of the documents kept for
+    evaluation. `workers`: processes that make batches ahead; 0 makes them where they are used.
     """
 
-    source: str = "stdlib"
+    source: tuple[str, ...] = ("stdlib",)
     tokenizer: str = "bytes"
+    token_dtype: TokenDtype = "uint16"
     text_field: str = "text"
     prompt_field: str = ""
+    messages_field: str = ""
+    roles: tuple[str, ...] = ("assistant",)
+    on_error: OnError = "fail"
+    packing: PackingKind = "split"
+    long_documents: LongDocuments = "split"
     sequence_length: int = 512
     batch_size: int = 8
     held_out: float = 0.03
+    workers: int = 0
 
     def __post_init__(self) -> None:
         require_positive("data", sequence_length=self.sequence_length, batch_size=self.batch_size)
         require(0 < self.held_out < 1, f"data.held_out is {self.held_out}; it must lie between 0 and 1")
+        require(0 <= self.workers <= 64, f"data.workers is {self.workers}; it must be 0 to 64")
+        require_choice("data.on_error", self.on_error, OnError)
+        require_choice("data.packing", self.packing, PackingKind)
+        require_choice("data.long_documents", self.long_documents, LongDocuments)
+        require_choice("data.token_dtype", self.token_dtype, TokenDtype)
+        require(
+            not (self.prompt_field and self.messages_field),
+            f"data.prompt_field is {self.prompt_field!r} and data.messages_field {self.messages_field!r}; give one",
+        )
+        require(bool(self.roles), "data.roles is empty; name a role that is learnt, such as assistant")
+        require(bool(self.weights), "data.source is empty; name a source")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Each source and its weight."""
+        if len(self.source) == 1 and not _weighted(self.source[0]):
+            return {self.source[0]: 1.0}
+        weights = {}
+        for word in self.source:
+            found = _weighted(word)
+            require(found is not None, f"data.source {word!r} has no weight; of several each needs one, NAME=WEIGHT")
+            name, weight = found or ("", 0.0)
+            require(0 < weight < math.inf, f"data.source {word!r} has weight {weight}; it must be above 0 and finite")
+            require(name not in weights, f"data.source names {name!r} twice; allowed: once")
+            weights[name] = weight
+        return weights
+
+
+def _weighted(word: str) -> tuple[str, float] | None:
+    """Name and weight of `NAME=WEIGHT`; `None` without one."""
+    name, _, weight = word.rpartition("=")
+    try:
+        return (name, float(weight)) if name else None
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         self.out_proj = Linear(c.value_dim, c.hidden_size, std, dtype, key=out_key)
         self.config = config
 
-    def _project(self, x: Float[Array, "batch seq hidden"]) -> tuple[Array, Array, Array, Array]:
+    def project(self, x: Float[Array, "batch seq hidden"]) -> tuple[Array, Array, Array, Array]:
         """Convolution inputs [batch, seq, channels]; z [batch, seq, value_heads, value]; b and a [.., value_heads]."""
         c, shape = self.config, x.shape[:2]
         key, value = c.linear_key_head_dim, c.linear_value_head_dim
@@ -94,38 +94,47 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         flat = jnp.concatenate([part.reshape(*shape, -1) for part in qkv], axis=-1)
         return flat, z.reshape(*shape, -1, value), b, a
 
+    def recurrence(
+        self,
+        mixed: Float[Array, "batch seq channels"],
+        b: Float[Array, "batch seq value_heads"],
+        a: Float[Array, "batch seq value_heads"],
+        context: Context,
+        state: Float[Array, "batch value_heads key value"] | None,
+    ) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
+        """The gated delta rule on what the convolution gives (before its silu); outputs and state are float32."""
+        c, (batch, seq, _), packing = self.config, mixed.shape, context.packing
+        q, k, v = jnp.split(jax.nn.silu(mixed), (c.key_dim, 2 * c.key_dim), axis=-1)
+        heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
+        q = l2_norm(q.reshape(heads)) * c.linear_key_head_dim**-0.5
+        k = l2_norm(k.reshape(heads))
+        q, k = (checkpoint_name(y, "delta_qk") for y in (q, k))
+        v = v.reshape(batch, seq, c.linear_num_value_heads, -1).astype(jnp.float32)
+        beta = jax.nn.sigmoid(b).astype(jnp.float32)
+        rate = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
+        g = -jnp.exp(self.A_log.astype(jnp.float32)) * rate
+        if packing is not None:  # padding neither decays the state nor writes to it
+            g, beta = (jnp.where(packing.real[..., None], y, 0) for y in (g, beta))
+        g, beta = (checkpoint_name(y, "delta_gates") for y in (g, beta))
+        if state is None:
+            shape = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+            state = jnp.zeros(shape, jnp.float32)
+        resets = None if packing is None else packing.resets
+        return gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=context.compute.chunk_size)
+
     def __call__(
         self, x: Float[Array, "batch seq hidden"], context: Context, cache: DeltaNetCache | None
     ) -> tuple[Float[Array, "batch seq hidden"], DeltaNetCache | None]:
-        c, (batch, seq, _) = self.config, x.shape
-        packing = context.packing
         with jax.named_scope("projections"):
-            inputs, z, b, a = self._project(x)
+            inputs, z, b, a = self.project(x)
         with jax.named_scope("convolution"):
-            mixed, window = short_convolution(inputs, self.conv1d, None if cache is None else cache.conv, packing)
+            window = None if cache is None else cache.conv
+            mixed, window = short_convolution(inputs, self.conv1d, window, context.packing)
             mixed = checkpoint_name(mixed, "conv_out")
-            q, k, v = jnp.split(jax.nn.silu(mixed), (c.key_dim, 2 * c.key_dim), axis=-1)
         with jax.named_scope("delta_rule"):
-            heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
-            q = l2_norm(q.reshape(heads)) * c.linear_key_head_dim**-0.5
-            k = l2_norm(k.reshape(heads))
-            q, k = (checkpoint_name(y, "delta_qk") for y in (q, k))
-            v = v.reshape(batch, seq, c.linear_num_value_heads, -1).astype(jnp.float32)
-            beta = jax.nn.sigmoid(b).astype(jnp.float32)
-            rate = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
-            g = -jnp.exp(self.A_log.astype(jnp.float32)) * rate
-            if packing is not None:  # padding neither decays the state nor writes to it
-                g, beta = (jnp.where(packing.real[..., None], y, 0) for y in (g, beta))
-            g, beta = (checkpoint_name(y, "delta_gates") for y in (g, beta))
-            if cache is None:
-                shape = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-                state = jnp.zeros(shape, jnp.float32)
-            else:
-                state = cache.state
-            resets = None if packing is None else packing.resets
-            out, state = gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=context.compute.chunk_size)
+            out, state = self.recurrence(mixed, b, a, context, None if cache is None else cache.state)
         out = checkpoint_name(out.astype(x.dtype), "delta_out")
         out = checkpoint_name(self.norm(out, z), "gated_norm")
         if cache is not None and window is not None:
             cache = DeltaNetCache(window, state)
-        return self.out_proj(out.reshape(batch, seq, -1)), cache
+        return self.out_proj(out.reshape(*x.shape[:2], -1)), cache

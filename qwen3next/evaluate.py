@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qwen3next.config import IGNORED_LABEL, Compute
-from qwen3next.data import Batch as HostBatch
-from qwen3next.data import TokenizedCorpus
+from qwen3next.data.pipeline import Batch as HostBatch
 from qwen3next.loss import cross_entropy_sum
 from qwen3next.model import Qwen3Next
 from qwen3next.training import Batch
@@ -26,20 +25,22 @@ def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> tuple[Float
 
 
 def evaluate(
-    model: Qwen3Next, corpus: TokenizedCorpus, batches: Iterable[HostBatch], limit: int | None, compute: Compute
+    model: Qwen3Next, batches: Iterable[HostBatch], limit: int | None, compute: Compute, bytes_per_label: float | None
 ) -> dict[str, float]:
     """`loss`, nats a token, and `bits_per_byte`, over the first `limit` batches that hold a label, or all of them.
 
-    Ends of text are predicted too and count as bits. Over all batches the bytes are exactly the text's; over some,
-    the text's bytes a token are taken for theirs.
+    Ends of text are predicted too and count as bits. `bytes_per_label` is that of the whole held-out text: over all
+    batches the bytes are exactly the text's. If it is `None` there are no bits per byte.
     """
     nats, count = 0.0, 0.0
     labelled = (batch for batch in batches if (batch["labels"] != IGNORED_LABEL).any())
     for batch in islice(labelled, limit):
         batch_nats, batch_count = _batch_loss(model, jax.tree.map(jnp.asarray, batch), compute)
         nats, count = nats + float(batch_nats), count + float(batch_count)
-    text_bytes = corpus.text_bytes * count / corpus.predictions
-    return {"loss": nats / count, "bits_per_byte": nats / math.log(2) / text_bytes}
+    result = {"loss": nats / count}
+    if bytes_per_label is not None:
+        result["bits_per_byte"] = nats / math.log(2) / (bytes_per_label * count)
+    return result
 
 
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:

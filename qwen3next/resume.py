@@ -15,7 +15,8 @@ from qwen3next.run_folder import ADAPTER, CONFIG, METRICS, STATES, TOKENIZER, WE
 from qwen3next.train_state import SavedState, latest_state
 
 # What may differ when a run goes on. Where text comes from is judged by the text itself: see `check_text`.
-_FREE = ("run.", "compute.", "optimizer.", "data.source", "data.tokenizer", "data.text_field", "data.held_out")
+_FREE = ("run.", "compute.", "optimizer.", "data.source", "data.tokenizer", "data.token_dtype", "data.text_field")
+_FREE += ("data.prompt_field", "data.messages_field", "data.roles", "data.on_error", "data.held_out", "data.workers")
 _FREE += ("model.router_aux_loss_coef",)
 _FIXED = ("run.seed",)
 

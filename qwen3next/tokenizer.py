@@ -1,5 +1,6 @@
 """Tokenizers: raw bytes, or a Hugging Face `tokenizer.json`, behind one small class; and a streaming decoder."""
 
+import hashlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,10 +22,15 @@ class Tokenizer(ABC):
 
     vocab_size: int
     end_of_text: int
+    fingerprint: str  # of what it makes of text
 
     @abstractmethod
     def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
         """The ids, with no special token added. `InputError` for text that this tokenizer cannot read."""
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Int32[np.ndarray, " tokens"]]:
+        """`encode` of each text, on all cores if the tokenizer can."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, tokens: TokenIds) -> str:
@@ -71,6 +77,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 257
     end_of_text = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int32)
@@ -104,13 +111,14 @@ class HFTokenizer(Tokenizer):
                 f"data.tokenizer: {str(path)!r} has no end of text (id {end_of_text}); it must be {allowed}"
             )
         self.end_of_text = end_of_text
+        self.fingerprint = hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
     def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
-        try:
-            text = _as_bytes(text).decode()
-        except UnicodeDecodeError as error:
-            raise InputError(f"text is not UTF-8 at byte {error.start}; this tokenizer needs UTF-8") from error
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return np.array(self._tokenizer.encode(_as_utf8(text), add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Int32[np.ndarray, " tokens"]]:
+        encoded = self._tokenizer.encode_batch_fast([_as_utf8(text) for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def decode(self, tokens: TokenIds) -> str:
         known = [token for token in np.asarray(tokens).tolist() if 0 <= token < self.vocab_size]
@@ -142,6 +150,13 @@ def load_tokenizer(spec: str, end_of_text: int | None = None) -> Tokenizer:
             f"data.tokenizer: the end of text of 'bytes' is {ByteTokenizer.end_of_text}, not {end_of_text}"
         )
     return ByteTokenizer()
+
+
+def _as_utf8(text: str | bytes) -> str:
+    try:
+        return _as_bytes(text).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"text is not UTF-8 at byte {error.start}; this tokenizer needs UTF-8") from error
 
 
 def _as_bytes(text: str | bytes) -> bytes:

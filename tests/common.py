@@ -169,7 +169,7 @@ def run_config(folder: Path, **run: Any) -> TrainConfig:
     defaults = {"steps": 6, "log_every": 2, "eval_every": 3, "save_every": 100, "sample_tokens": 4, "wandb": "off"}
     return TrainConfig(
         model=tiny_config(vocab_size=257, initializer_range=0.02),
-        data=DataConfig(source=str(source), sequence_length=32, batch_size=4, held_out=0.1),
+        data=DataConfig(source=(str(source),), sequence_length=32, batch_size=4, held_out=0.1),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
         run=RunConfig(folder=str(folder / "run"), **{**defaults, **run}),
     )

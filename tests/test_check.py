@@ -104,7 +104,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.toml"
     path.write_text(dump_config(run_config(tmp_path)))
     results = [remat_checks.Check("a", "1", "1", True)]
-    monkeypatch.setitem(check.CHECKS, "remat", lambda config: iter(results))
+    monkeypatch.setattr(check, "remat_checks", lambda model, compute: iter(results))
     assert check.main(["remat", str(path), "--compute.remat", "both"]) == 0
     assert "remat both" in capsys.readouterr().out
     results.append(remat_checks.Check("b", "1", "2", False))

@@ -11,7 +11,10 @@ import pytest
 from common import tiny_config, tiny_model
 
 from qwen3next.config import Compute
-from qwen3next.data import Document, eval_batches, tokenize
+from qwen3next.data.corpus import tokenize
+from qwen3next.data.documents import Document, LeftOut, Part
+from qwen3next.data.packing import Rows
+from qwen3next.data.pipeline import eval_batches
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.experts import Experts
 from qwen3next.model import abstract_model
@@ -71,13 +74,16 @@ def test_bits_per_byte_of_a_model_that_knows_nothing():
     model = tiny_model(vocab_size=257)
     model = eqx.tree_at(lambda model: model.lm_head.weight, model, replace_fn=jnp.zeros_like)
     texts = [b"x" * 50, b"yz" * 40, b"w"]
-    corpus = tokenize([Document(str(i), text) for i, text in enumerate(texts)], ByteTokenizer())
-    result = evaluate(model, corpus, eval_batches(corpus, 2, 16), None, Compute())
+    documents = [Document(str(i), (Part(text),)) for i, text in enumerate(texts)]
+    rows = Rows(tokenize(documents, ByteTokenizer(), 257, LeftOut("fail")), 16)
+    bytes_per_label = sum(map(len, texts)) / rows.predictions
+    result = evaluate(model, eval_batches([rows], 2), None, Compute(), bytes_per_label)
     assert math.isclose(result["loss"], math.log(257), rel_tol=1e-6)
     bits = sum(len(text) + 1 for text in texts) * math.log2(257)
     assert math.isclose(result["bits_per_byte"], bits / sum(map(len, texts)), rel_tol=1e-6)
-    part = evaluate(model, corpus, eval_batches(corpus, 2, 16), 1, Compute())
+    part = evaluate(model, eval_batches([rows], 2), 1, Compute(), bytes_per_label)
     assert math.isclose(part["bits_per_byte"], result["bits_per_byte"], rel_tol=1e-6)
+    assert set(evaluate(model, eval_batches([rows], 2), 1, Compute(), None)) == {"loss"}
 
 
 def test_compressors_are_those_of_the_command_line():

@@ -56,7 +56,7 @@ def short_config(folder: Path, **run) -> TrainConfig:
     folder.mkdir(exist_ok=True)
     defaults = {"steps": 20, "log_every": 1, "eval_every": 6, "save_every": 4, "sample_tokens": 0}
     config = run_config(folder, **{**defaults, **run})
-    Path(config.data.source).write_text("def greet(name):\n    return f'hello {name}'\n\n" * 21)
+    Path(config.data.source[0]).write_text("def greet(name):\n    return f'hello {name}'\n\n" * 21)
     return config
 
 
@@ -163,7 +163,7 @@ def test_another_run_is_refused_and_the_state_untouched(straight, message):
 def test_changed_files_are_refused(tmp_path):
     config = simple_config(tmp_path, steps=3)
     assert train.main(config) == 0
-    with Path(config.data.source).open("a") as file:
+    with Path(config.data.source[0]).open("a") as file:
         file.write("# one more line\n")
     with pytest.raises(InputError, match=r"the text is not what the run .* \(the files have changed\)"):
         train.main(changed(config, "run", steps=4))

@@ -1,0 +1,88 @@
+"""Conversations as text, by the chat template that a tokenizer comes with."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from qwen3next.errors import InputError, require
+from qwen3next.structure import read_json
+
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+Message = dict[str, Any]
+
+
+def _refuse(message: str) -> NoReturn:
+    """What templates call `raise_exception`."""
+    raise jinja2.TemplateError(message)
+
+
+class ChatTemplate:
+    """A Jinja template of messages, run in a sandbox with what Hugging Face's templates count on."""
+
+    def __init__(self, source: str, tokens: dict[str, str]):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise InputError(f"the chat template is not a Jinja template ({error})") from error
+        self._tokens = tokens
+
+    @classmethod
+    def beside(cls, tokenizer: str) -> "ChatTemplate":
+        """The template of the `tokenizer_config.json`, or the `chat_template.jinja`, in a `tokenizer.json`'s folder."""
+        folder = Path(tokenizer).parent
+        here = tokenizer != "bytes" and (folder / SETTINGS).is_file()
+        require(
+            here,
+            f"data.messages_field needs a chat template; there is no {SETTINGS} beside data.tokenizer {tokenizer!r}",
+        )
+        settings, separate = read_json(folder / SETTINGS), folder / TEMPLATE
+        template: Any = separate.read_text("utf-8") if separate.is_file() else settings.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        require(isinstance(template, str), f"{folder / SETTINGS} has no chat_template, which data.messages_field needs")
+        tokens = {}
+        for name, value in settings.items():
+            value = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(value, str):
+                tokens[name] = value
+        try:
+            return cls(str(template), tokens)
+        except InputError as error:
+            raise InputError(f"{folder / SETTINGS}: {error}") from error
+
+    def _render(self, messages: Sequence[Message], reply: bool = False) -> str:
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=reply, **self._tokens)
+        except Exception as error:  # whatever the template's author left out
+            raise InputError(f"the chat template refuses the messages ({error})") from error
+
+    def parts(self, messages: Sequence[Message], learnt_roles: Sequence[str]) -> list[tuple[str, bool]]:
+        """The conversation in pieces, each with whether it is learnt: what a message of `learnt_roles` adds.
+
+        What the template opens a reply with is read, not learnt, as a model that is asked for one finds it there.
+        Raises `InputError` if a learnt message changes what stands before it, so that its own part cannot be told.
+        """
+        whole, done, parts = self._render(messages), 0, []
+        for at, message in enumerate(messages):
+            if message["role"] not in learnt_roles:
+                continue
+            opened = self._render(messages[:at], reply=True) if at else ""
+            if not self._render(messages[: at + 1]).startswith(opened):  # no opening is known for this role
+                opened = self._render(messages[:at])
+            closed = self._render(messages[: at + 1])
+            same = whole.startswith(closed) and closed.startswith(opened) and len(opened) >= done
+            require(same, f"the chat template writes message {at + 1} differently once others follow; drop that")
+            parts += [(whole[done : len(opened)], False), (whole[len(opened) : len(closed)], True)]
+            done = len(closed)
+        parts.append((whole[done:], False))
+        return [(text, learnt) for text, learnt in parts if text]

@@ -1,0 +1,189 @@
+"""Rows to batches (grain): endless and shuffled for training, each row once for evaluation; and a run's text to rows.
+
+A position is the number of rows that all hosts together have consumed. Nothing else is remembered, so that a run goes
+on with another number of workers or of hosts.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+from jaxtyping import Int32
+
+from qwen3next.config import DataConfig
+from qwen3next.data.corpus import tokenize
+from qwen3next.data.documents import LeftOut, draw_held_out, read_documents, split_documents
+from qwen3next.data.packing import Rows
+from qwen3next.data.token_files import read_token_files, token_files
+from qwen3next.errors import require
+from qwen3next.tokenizer import Tokenizer
+
+Batch = dict[str, Int32[np.ndarray, "batch seq"]]  # the keys of a row
+
+_LARGEST_SEED = 2**32 - 1
+_AHEAD = 8  # batches that a worker holds ready
+
+
+@dataclass(frozen=True)
+class Text:
+    """One source: what is trained on and its weight, what is held out, the latter's text if it is text."""
+
+    name: str
+    weight: float
+    train: Rows
+    held_out: Rows
+    held_out_text: bytes | None
+    left_out: LeftOut
+
+    def describe(self) -> Iterator[str]:
+        """What there is on each side, and what became of it, in lines."""
+        for side, rows in (("train on", self.train), ("held out", self.held_out)):
+            corpus, facts = rows.corpus, rows.facts
+            said = "" if corpus.text_bytes is None else f"{int(corpus.text_bytes.sum()):,} bytes, "
+            line = f"{side} {self.name}: {facts.documents:,} documents, {said}{int(corpus.lengths.sum()):,} tokens; "
+            line += f"{len(rows):,} rows of {rows.sequence_length}, {facts.share:.2%} of them real; "
+            line += f"{facts.cut:,} documents cut, {facts.dropped:,} dropped"
+            yield line + (f" ({facts.lost_tokens:,} tokens lost)" if facts.lost_tokens else "")
+        if self.left_out.counts:
+            yield f"left out of {self.name}: {self.left_out}"
+
+
+def read_texts(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int) -> list[Text]:
+    """Every source of `data.source`, tokenized, split and planned.
+
+    Raises `InputError` for what cannot be read, for an id that is not below `vocab_size`, and for a seed that is not a
+    uint32.
+    """
+    require(0 <= seed <= _LARGEST_SEED, f"run.seed: {seed} is out of range; give an integer from 0 to {_LARGEST_SEED}")
+    texts = []
+    for name, weight in config.weights.items():
+        left_out, held_out_text = LeftOut(config.on_error), None
+        if files := token_files(name):
+            whole = read_token_files(files, config, tokenizer, vocab_size, left_out)
+            if len(whole) == 1:
+                sides = whole.cut(config.held_out)
+            else:
+                sides = tuple(whole.select(numbers) for numbers in draw_held_out(len(whole), config.held_out, seed))
+        else:
+            documents = split_documents(list(read_documents(name, config, left_out)), config.held_out, seed)
+            sides = tuple(tokenize(side, tokenizer, vocab_size, left_out) for side in documents)
+            held_out_text = b"".join(document.learnt_text for document in documents[1])
+        train = Rows(sides[0], config.sequence_length, config.packing, config.long_documents)
+        held_out = Rows(sides[1], config.sequence_length, config.packing)  # whole, whatever is dropped in training
+        texts.append(Text(name, weight, train, held_out, held_out_text, left_out))
+    return texts
+
+
+def fingerprint(texts: Sequence[Text]) -> str:
+    """Of all tokens, what is learnt and held out, and how the sources are mixed."""
+    sides = [f"{text.train.corpus.fingerprint} {text.held_out.corpus.fingerprint}" for text in texts]
+    total = sum(text.weight for text in texts)
+    return ", ".join(f"{side} {text.weight / total:.9g}" for side, text in zip(sides, texts, strict=True))
+
+
+def _ready_worker(*_: int) -> None:
+    """A worker leaves Ctrl-C to the process that it works for, and ends when that one does, however it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+        threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+
+
+class TrainBatches:
+    """Endless batches, each source's rows every one once an epoch, each epoch in an order of its own.
+
+    A batch may straddle two epochs. Sources are drawn from in proportion to their weights. Host `host` of `hosts` gets
+    its share of each batch's rows. `data.workers` processes make batches ahead, the same ones as none would; `close`,
+    or leaving the `with` block, ends them. Raises `InputError` if there are fewer rows than one batch takes, and for a
+    batch that does not divide among the hosts.
+    """
+
+    def __init__(
+        self, texts: Sequence[tuple[Rows, float]], config: DataConfig, seed: int, *, host: int = 0, hosts: int = 1
+    ):
+        count, size = sum(len(rows) for rows, _ in texts), config.batch_size
+        require(
+            count >= size,
+            f"data.batch_size: {size} rows a batch, but the training text has only {count} rows of"
+            f" data.sequence_length {config.sequence_length}; give more text, a smaller batch or a shorter sequence",
+        )
+        require(size % hosts == 0, f"data.batch_size is {size}; it must be a multiple of the {hosts} processes")
+        for number, (rows, _) in enumerate(texts):
+            require(len(rows) > 0, f"data.source: no row is left of source {number + 1}; give more text")
+        shuffled = [
+            grain.MapDataset.source(rows).shuffle(seed=(seed + number) % (_LARGEST_SEED + 1)).repeat()
+            for number, (rows, _) in enumerate(texts)
+        ]
+        weights = [weight for _, weight in texts]
+        self._rows = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
+        self._size, self._workers, self._host, self._hosts = size, config.workers, host, hosts
+        self._consumed, self._iterator = 0, None
+
+    def _start(self) -> grain.DatasetIterator[Batch]:
+        rows = self._rows[self._consumed + self._host :: self._hosts]
+        # No reading threads: the rows are in memory, and the default buffers 500 batches ahead.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        batches = rows.batch(self._size // self._hosts, drop_remainder=True).to_iter_dataset(options)
+        if not self._workers:
+            return iter(batches)
+        if not flags.FLAGS.is_parsed():  # grain's workers ask for flags, and a plain script has none
+            flags.FLAGS.mark_as_parsed()
+        ahead = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=_AHEAD)
+        iterator = iter(batches.mp_prefetch(ahead, worker_init_fn=_ready_worker))
+        # Held back here, a Ctrl-C never reaches the workers that start, and this process when they have.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            iterator.start_prefetch()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        return iterator
+
+    def __iter__(self) -> "TrainBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start()
+        batch = next(self._iterator)
+        self._consumed += self._size
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, for `set_state`, also of another number of workers or hosts."""
+        return {"rows": self._consumed}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a position."""
+        self.close()
+        self._consumed = int(state["rows"])
+
+    def close(self) -> None:
+        """Ends the workers; the next batch starts others."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def __enter__(self) -> "TrainBatches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def eval_batches(sources: Sequence[Rows], batch_size: int) -> Iterator[Batch]:
+    """Every row once, each source in order, several side by side; the last batch is filled up with rows of padding."""
+    places = np.concatenate([(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in sources])
+    numbers = [(rows, row) for rows in sources for row in range(len(rows))]
+    order = [numbers[at] for at in np.argsort(places, kind="stable")]
+    for first in range(0, len(order), batch_size):
+        members = [rows[row] for rows, row in order[first : first + batch_size]]
+        members += [sources[0].padding()] * (batch_size - len(members))
+        yield {key: np.stack([member[key] for member in members]) for key in members[0]}

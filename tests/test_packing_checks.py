@@ -1,0 +1,89 @@
+"""The check of packed documents: it holds as it is, and each carrier of the past is seen when it leaks."""
+
+import dataclasses
+
+import jax
+import pytest
+from common import as_users_run, tiny_model
+
+from qwen3next import check, deltanet, packing_checks
+from qwen3next.config import Compute
+from qwen3next.context import Context
+from qwen3next.errors import InputError
+from qwen3next.hf import save_pretrained
+
+SIZES = {"num_hidden_layers": 2, "layer_types": ("linear_attention", "full_attention"), "mlp_only_layers": (0, 1)}
+
+
+def _failed() -> set[str]:
+    jax.clear_caches()  # of programs that were traced from other code
+    with as_users_run():
+        checks = list(packing_checks.packing_checks(tiny_model(**SIZES), Compute(chunk_size=16)))
+    assert [item.name for item in checks[:3]] == ["layer 0, convolution", "layer 0, state", "layer 1, attention"]
+    return {item.name for item in checks if not item.passed}
+
+
+WHOLE = {
+    "logits of the whole model",
+    "gradient of document 3's loss before it",
+    "logits packed and alone differ by",
+}
+
+
+def test_nothing_leaks():
+    assert _failed() == set()
+
+
+def _leaky_state(monkeypatch):
+    rule = deltanet.gated_delta_rule
+    monkeypatch.setattr(
+        deltanet, "gated_delta_rule", lambda *args, chunk_size: rule(*args[:6], None, chunk_size=chunk_size)
+    )
+
+
+def _leaky_convolution(monkeypatch):
+    convolution = deltanet.short_convolution
+
+    def leaky(x, weight, window, packing):
+        far = None if packing is None else dataclasses.replace(packing, age=packing.age + 9)
+        return convolution(x, weight, window, far)
+
+    for module in (deltanet, packing_checks):
+        monkeypatch.setattr(module, "short_convolution", leaky)
+
+
+def _leaky_attention(monkeypatch):
+    mask = Context.attention_mask
+
+    def leaky(self, seq):
+        return mask(dataclasses.replace(self, packing=None), seq)
+
+    monkeypatch.setattr(Context, "attention_mask", leaky)
+
+
+LEAKS = {
+    "layer 0, state": _leaky_state,
+    "layer 0, convolution": _leaky_convolution,
+    "layer 1, attention": _leaky_attention,
+}
+
+
+@pytest.mark.parametrize("carrier", LEAKS)
+def test_a_carrier_that_leaks_is_seen_and_no_other_is_blamed(monkeypatch, carrier):
+    LEAKS[carrier](monkeypatch)
+    assert _failed() == {carrier} | WHOLE
+
+
+def test_a_check_that_could_see_nothing_fails(monkeypatch):
+    monkeypatch.setattr(packing_checks, "_perturbed", lambda x, where: x)
+    assert _failed() == {"layer 0, state", "layer 0, convolution", "layer 1, attention", "logits of the whole model"}
+
+
+def test_the_command_takes_a_checkpoint(tmp_path, capsys):
+    save_pretrained(tiny_model(**SIZES), tmp_path / "model")
+    with as_users_run():
+        assert check.main(["packing", str(tmp_path / "model")]) == 0
+    said = capsys.readouterr().out
+    assert "layer 1, attention" in said and "FAIL" not in said
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        check.main(["packing", str(tmp_path)])
