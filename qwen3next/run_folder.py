@@ -14,6 +14,7 @@ import numpy as np
 from qwen3next import adapters
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import StoredDtype, TrainConfig
+from qwen3next.data import chat
 from qwen3next.errors import require
 from qwen3next.leaves import find_faults, leaves_by_path, load_leaves, require_no
 from qwen3next.model import Qwen3Next, abstract_model
@@ -26,12 +27,17 @@ ADAPTER = (adapters.WEIGHTS, adapters.CONFIG)
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Writes `config.toml`, and the tokenizer that it names as `tokenizer.json` beside it, each whole or not at all."""
+    """Writes `config.toml`, and beside it the tokenizer that it names, as `tokenizer.json`, and the chat template if it
+    has messages; each file whole or not at all."""
     if config.run.init_from:
         base = str(Path(config.run.init_from).resolve())
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=base))
     if config.data.tokenizer != "bytes":
-        _replace(folder / TOKENIZER, Path(config.data.tokenizer).read_bytes())
+        tokenizer = Path(config.data.tokenizer)
+        beside = (chat.SETTINGS, chat.TEMPLATE) if config.data.messages_field else ()
+        for path in (tokenizer, *(tokenizer.with_name(name) for name in beside)):
+            if path.is_file():
+                _replace(folder / (TOKENIZER if path == tokenizer else path.name), path.read_bytes())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
     _replace(folder / CONFIG, dump_config(config).encode())
 
@@ -39,7 +45,8 @@ def write_config(config: TrainConfig, folder: Path) -> None:
 def begin_run(config: TrainConfig, folder: Path) -> None:
     """Readies the folder for a first step: nothing stays of another run that it held."""
     write_config(config, folder)
-    for name in (METRICS, WEIGHTS, *ADAPTER, WANDB_ID) + ((TOKENIZER,) if config.data.tokenizer == "bytes" else ()):
+    tokenizer = (TOKENIZER, chat.SETTINGS, chat.TEMPLATE) if config.data.tokenizer == "bytes" else ()
+    for name in (METRICS, WEIGHTS, *ADAPTER, WANDB_ID, *tokenizer):
         (folder / name).unlink(missing_ok=True)
     if (folder / STATES).exists():
         shutil.rmtree(folder / STATES)

@@ -1,5 +1,6 @@
 """Conversations as text, by the chat template that a tokenizer comes with."""
 
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from qwen3next.errors import InputError, require
@@ -21,14 +24,29 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """As Hugging Face's templates mean it: Jinja's own filter escapes HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, by which some templates mark a reply: what stands in it is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 # jinja2's way
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """A Jinja template of messages, run in a sandbox with what Hugging Face's templates count on."""
 
     def __init__(self, source: str, tokens: dict[str, str]):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+        environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
@@ -60,26 +78,28 @@ class ChatTemplate:
         except InputError as error:
             raise InputError(f"{folder / SETTINGS}: {error}") from error
 
-    def _render(self, messages: Sequence[Message], reply: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any = None, reply: bool = False) -> str:
+        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": reply}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=reply, **self._tokens)
+            return self._template.render(**self._tokens, **given)
         except Exception as error:  # whatever the template's author left out
             raise InputError(f"the chat template refuses the messages ({error})") from error
 
-    def parts(self, messages: Sequence[Message], learnt_roles: Sequence[str]) -> list[tuple[str, bool]]:
+    def parts(
+        self, messages: Sequence[Message], learnt_roles: Sequence[str], tools: Any = None
+    ) -> list[tuple[str, bool]]:
         """The conversation in pieces, each with whether it is learnt: what a message of `learnt_roles` adds.
 
         What the template opens a reply with is read, not learnt, as a model that is asked for one finds it there.
         Raises `InputError` if a learnt message changes what stands before it, so that its own part cannot be told.
         """
-        whole, done, parts = self._render(messages), 0, []
+        whole, done, parts = self._render(messages, tools), 0, []
         for at, message in enumerate(messages):
             if message["role"] not in learnt_roles:
                 continue
-            opened = self._render(messages[:at], reply=True) if at else ""
-            if not self._render(messages[: at + 1]).startswith(opened):  # no opening is known for this role
-                opened = self._render(messages[:at])
-            closed = self._render(messages[: at + 1])
+            opened, closed = (self._render(messages[:end], tools, reply=end == at) for end in (at, at + 1))
+            if not closed.startswith(opened):  # what opens a reply does not open this role's message
+                opened = self._render(messages[:at], tools)
             same = whole.startswith(closed) and closed.startswith(opened) and len(opened) >= done
             require(same, f"the chat template writes message {at + 1} differently once others follow; drop that")
             parts += [(whole[done : len(opened)], False), (whole[len(opened) : len(closed)], True)]

@@ -240,7 +240,7 @@ class _RecordReader:
             message = f"data.messages_field: {name} has no list {field!r} of messages, each an object with a role"
             raise _Fault("without the field", message)
         try:
-            parts = template.parts(messages, self._config.roles)
+            parts = template.parts(messages, self._config.roles, record.get("tools"))
         except InputError as error:
             raise _Fault("refused by the chat template", f"data.messages_field: {name}: {error}") from error
         lone = f"data.messages_field: {name} has a lone surrogate; give Unicode"
