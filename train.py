@@ -19,8 +19,14 @@ import jax.numpy as jnp
 from qwen3next.checkpoint import check_base, fingerprint, load_base
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
-from qwen3next.data.pipeline import TrainBatches, eval_batches, read_texts
-from qwen3next.data.pipeline import fingerprint as fingerprint_of
+from qwen3next.data.pipeline import (
+    TrainBatches,
+    bytes_per_label,
+    eval_batches,
+    held_out_text,
+    read_texts,
+    text_fingerprint,
+)
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.generate import check_prompts, generate
@@ -65,13 +71,11 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         f"model.vocab_size is {config.model.vocab_size}; the tokenizer needs at least {tokenizer.vocab_size}",
     )
     texts = read_texts(data, tokenizer, config.model.vocab_size, run.seed)
-    batches = TrainBatches([(text.train, text.weight) for text in texts], data, run.seed)
-    held_out, text_fingerprint = [text.held_out for text in texts], fingerprint_of(texts)
-    known = [rows.corpus.text_bytes.sum() for rows in held_out if rows.corpus.text_bytes is not None]
-    labels = sum(rows.predictions for rows in held_out)
-    bytes_per_label = float(sum(known)) / labels if len(known) == len(held_out) else None
+    sources, host = [(text.train, text.weight) for text in texts], jax.process_index()
+    batches = TrainBatches(sources, data, run.seed, host=host, hosts=jax.process_count())
+    fingerprint_of_text, label_bytes = text_fingerprint(texts), bytes_per_label(texts)
     if saved is not None:
-        check_text(saved, config, text_fingerprint)
+        check_text(saved, config, fingerprint_of_text)
         batches.set_state(saved.position.data)
 
     # --- model and optimizer ------------------------------------------------------------------------------------------
@@ -105,8 +109,9 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
     monitor = Monitor(run.steps, data.batch_size * data.sequence_length)
     with open_run(config, saved) as folder, monitor, StateWriter(folder, run.keep) as states, batches:
         tracker, wandb = make_tracker(folder, config)
-        for line in (line for text in texts for line in text.describe()):
-            monitor.say(line)
+        for text in texts:
+            for line in text.describe():
+                monitor.say(line)
         model = eqx.combine(state.params, frozen)
         parameters, active = count_parameters(model), active_parameters(strip(model), config.model)
         monitor.say(f"model: {parameters:,} parameters, {active:,} of them active for a token, {config.compute.dtype}")
@@ -121,8 +126,8 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
 
         def evaluate_and_sample(number: int, limit: int | None) -> dict[str, float]:
             model = eqx.combine(state.params, frozen)
-            rows = eval_batches(held_out, data.batch_size)
-            result = evaluate(model, rows, limit, config.compute, bytes_per_label)
+            rows = eval_batches([text.held_out for text in texts], data.batch_size)
+            result = evaluate(model, rows, limit, config.compute, label_bytes)
             text = f"step {number}: held-out loss {result['loss']:.3f}"
             text += f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
             if run.sample_tokens:
@@ -163,8 +168,8 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
                 save = save or result["loss"] < states.best
             if final and "held_out/bits_per_byte" in record:
                 bits = {"this model": record["held_out/bits_per_byte"]}
-                plain = [text.held_out_text for text in texts if text.held_out_text is not None]
-                bits |= compressed_bits_per_byte(b"".join(plain)) if len(plain) == len(texts) else {}
+                plain = held_out_text(texts)
+                bits |= {} if plain is None else compressed_bits_per_byte(plain)
                 record |= {f"held_out_bits_per_byte/{name}": value for name, value in bits.items()}
                 told = ", ".join(f"{name} {value:.3f}" for name, value in bits.items())
                 monitor.say(f"held-out bits per byte: {told}")
@@ -173,7 +178,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
             if save:
                 save_trained(folder, eqx.combine(state.params, frozen), config, base)
                 size = (folder / METRICS).stat().st_size
-                place = Position(dump_config(config), text_fingerprint, batches.get_state(), size, stacks, base)
+                place = Position(dump_config(config), fingerprint_of_text, batches.get_state(), size, stacks, base)
                 states.save(state, place, held_out_loss)
             if stopping:
                 break

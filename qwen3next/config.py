@@ -251,7 +251,7 @@ class DataConfig:
 
     `source`: `stdlib` (the Python standard library's own source files), `docstrings` (prompts and completions made of
     it: a function's head, and what its docstring says first), or a file, folder or glob of text, `.jsonl`, `.parquet`,
-    `.array_record` or `.bin` token files. Of several each has a weight, `NAME=WEIGHT`: its share of the rows.
+    `.array_record` or `.bin` token files. Of several each has a weight, `NAME=WEIGHT`, by which rows are drawn from it.
     `tokenizer`: `bytes`, or the path of a Hugging Face `tokenizer.json`.
     `token_dtype`: that of a `.bin` file that says none.
     `text_field`: the field of a record. `prompt_field`: if given, records hold a prompt, too, before the text, on which
@@ -291,31 +291,31 @@ class DataConfig:
             f"data.prompt_field is {self.prompt_field!r} and data.messages_field {self.messages_field!r}; give one",
         )
         require(bool(self.roles), "data.roles is empty; name a role that is learnt, such as assistant")
+        require(
+            self.packing != "split" or self.long_documents == "split",
+            f"data.long_documents is {self.long_documents!r}, and data.packing split cuts every document; "
+            f"allowed: data.long_documents split, or another packing",
+        )
         require(bool(self.weights), "data.source is empty; name a source")
 
     @property
-    def weights(self) -> dict[str, float]:
-        """Each source and its weight."""
-        if len(self.source) == 1 and not _weighted(self.source[0]):
-            return {self.source[0]: 1.0}
-        weights = {}
+    def weights(self) -> dict[str, int]:
+        """Each source and its weight, in hundredths of the smallest one."""
+        if len(self.source) == 1:
+            return {self.source[0]: 100}
+        weights = dict[str, float]()
         for word in self.source:
-            found = _weighted(word)
-            require(found is not None, f"data.source {word!r} has no weight; of several each needs one, NAME=WEIGHT")
-            name, weight = found or ("", 0.0)
-            require(0 < weight < math.inf, f"data.source {word!r} has weight {weight}; it must be above 0 and finite")
+            name, _, text = word.rpartition("=")
+            try:
+                weight = float(text) if name else math.nan
+            except ValueError:
+                weight = math.nan
+            told = f"data.source {word!r}: of several sources each needs a weight above 0, NAME=WEIGHT"
+            require(0 < weight < math.inf, told)
             require(name not in weights, f"data.source names {name!r} twice; allowed: once")
             weights[name] = weight
-        return weights
-
-
-def _weighted(word: str) -> tuple[str, float] | None:
-    """Name and weight of `NAME=WEIGHT`; `None` without one."""
-    name, _, weight = word.rpartition("=")
-    try:
-        return (name, float(weight)) if name else None
-    except ValueError:
-        return None
+        smallest = min(weights.values(), default=1)
+        return {name: round(100 * weight / smallest) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         self.out_proj = Linear(c.value_dim, c.hidden_size, std, dtype, key=out_key)
         self.config = config
 
-    def project(self, x: Float[Array, "batch seq hidden"]) -> tuple[Array, Array, Array, Array]:
+    def _project(self, x: Float[Array, "batch seq hidden"]) -> tuple[Array, Array, Array, Array]:
         """Convolution inputs [batch, seq, channels]; z [batch, seq, value_heads, value]; b and a [.., value_heads]."""
         c, shape = self.config, x.shape[:2]
         key, value = c.linear_key_head_dim, c.linear_value_head_dim
@@ -102,9 +102,9 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         context: Context,
         state: Float[Array, "batch value_heads key value"] | None,
     ) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
-        """The gated delta rule on what the convolution gives (before its silu); outputs and state are float32."""
+        """The gated delta rule on the convolution's activations; outputs and state are float32."""
         c, (batch, seq, _), packing = self.config, mixed.shape, context.packing
-        q, k, v = jnp.split(jax.nn.silu(mixed), (c.key_dim, 2 * c.key_dim), axis=-1)
+        q, k, v = jnp.split(mixed, (c.key_dim, 2 * c.key_dim), axis=-1)
         heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
         q = l2_norm(q.reshape(heads)) * c.linear_key_head_dim**-0.5
         k = l2_norm(k.reshape(heads))
@@ -126,11 +126,11 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         self, x: Float[Array, "batch seq hidden"], context: Context, cache: DeltaNetCache | None
     ) -> tuple[Float[Array, "batch seq hidden"], DeltaNetCache | None]:
         with jax.named_scope("projections"):
-            inputs, z, b, a = self.project(x)
+            inputs, z, b, a = self._project(x)
         with jax.named_scope("convolution"):
             window = None if cache is None else cache.conv
             mixed, window = short_convolution(inputs, self.conv1d, window, context.packing)
-            mixed = checkpoint_name(mixed, "conv_out")
+            mixed = jax.nn.silu(checkpoint_name(mixed, "conv_out"))
         with jax.named_scope("delta_rule"):
             out, state = self.recurrence(mixed, b, a, context, None if cache is None else cache.state)
         out = checkpoint_name(out.astype(x.dtype), "delta_out")

@@ -1,4 +1,4 @@
-"""Do packed documents see each other? One is perturbed, and what moves in the others is the leak.
+"""Do packed documents see each other? Every other one is perturbed, and what moves in those between is the leak.
 
 Each layer is tried by itself, and in it each carrier of the past: attention, the short convolution, the recurrent
 state. A carrier must move nothing across a boundary, and something once the boundary is taken away: where no difference
@@ -6,6 +6,7 @@ shows, no leak would. The decay is made slow for that: as it is drawn, nearly ev
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -53,36 +54,32 @@ def _perturbed(x: Array, where: Bool[np.ndarray, "batch seq"]) -> Array:
     return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), x + 1 + _noise(1, *x.shape), x)
 
 
-def _moved(function: Carrier, inputs: tuple[Array, ...], where: Bool[np.ndarray, "batch seq"]) -> float:
-    """The largest change of what a function gives elsewhere when its inputs change there."""
-    before, after = (np.asarray(function(*given)) for given in (inputs, [_perturbed(x, where) for x in inputs]))
-    return float(np.abs(before - after)[~where].max())
+def _moved(function: Carrier, inputs: tuple[Array, ...]) -> float:
+    """The largest change of what a function gives in every other document when its inputs change in those between."""
+    segments, before, worst = _segments(), np.asarray(function(*inputs)), 0.0
+    for where in (segments % 2 == 1, segments % 2 == 0):
+        after = np.asarray(function(*[_perturbed(x, where) for x in inputs]))
+        worst = max(worst, float(np.abs(before - after)[~where].max()))
+    return worst
 
 
-def _carriers(layer: Layer, context: Context) -> dict[str, Carrier]:
-    """What carries the past in a layer, each a function of its inputs alone."""
+def _carriers(layer: Layer, context: Context, shape: tuple[int, ...]) -> dict[str, tuple[Carrier, tuple[Array, ...]]]:
+    """What carries the past in a layer, each a function of its inputs alone, and such inputs."""
     mixer = layer.mixer
     if isinstance(mixer, GatedAttention):
-        return {"attention": lambda x: mixer(x, context, None)[0]}
+        return {"attention": (lambda x: mixer(x, context, None)[0], (_noise(2, *shape, mixer.config.hidden_size),))}
     assert isinstance(mixer, GatedDeltaNet)
-    return {
-        "convolution": lambda x: short_convolution(x, mixer.conv1d, None, context.packing)[0],
-        "state": lambda x, b, a: mixer.recurrence(x, b, a, context, None)[0],
-    }
-
-
-def _inputs(layer: Layer, shape: tuple[int, int]) -> dict[str, tuple[Array, ...]]:
-    mixer = layer.mixer
-    assert isinstance(mixer, GatedAttention | GatedDeltaNet)
     c = mixer.config
-    channels, heads = _noise(2, *shape, c.conv_dim), [_noise(seed, *shape, c.linear_num_value_heads) for seed in (3, 4)]
-    hidden = _noise(2, *shape, c.hidden_size)
-    return {"attention": (hidden,), "convolution": (channels,), "state": (channels, *heads)}
+    channels, b, a = (_noise(2, *shape, size) for size in (c.conv_dim, *[c.linear_num_value_heads] * 2))
+    return {
+        "convolution": (lambda x: short_convolution(x, mixer.conv1d, None, context.packing)[0], (channels,)),
+        "state": (lambda x, b, a: mixer.recurrence(x, b, a, context, None)[0], (channels, b, a)),
+    }
 
 
 @eqx.filter_jit  # one program for a kind of layer
 def _carry(layer: Layer, context: Context, name: str, *inputs: Array) -> Array:
-    return _carriers(layer, context)[name](*inputs)
+    return _carriers(layer, context, inputs[0].shape[:2])[name][0](*inputs)
 
 
 def _embedded(model: Qwen3Next, ids: Int[np.ndarray, "batch seq"]) -> Float[Array, "batch seq hidden"]:
@@ -97,18 +94,13 @@ def packing_checks(model: Qwen3Next, compute: Compute) -> Iterator[Check]:
     """Every check, layer by layer and then of the whole model, in float32."""
     model, segments = _slow(model), _segments()
     compute = Compute(chunk_size=compute.chunk_size, dispatch="dense")
-    first = segments == 1
     apart, joined = (
         locate(model.config, compute, segments.shape, jnp.asarray(ids), None, None)[0]
         for ids in (segments, np.ones_like(segments))
     )
     for number, layer in enumerate(model.decoder.layers()):
-        inputs = _inputs(layer, segments.shape)
-        for name in _carriers(layer, apart):
-            moved = [
-                _moved(lambda *x, at=at: _carry(layer, at, name, *x), inputs[name], first)  # noqa: B023
-                for at in (apart, joined)
-            ]
+        for name, (_, inputs) in _carriers(layer, apart, segments.shape).items():
+            moved = [_moved(partial(_carry, layer, at, name), inputs) for at in (apart, joined)]
             yield _judged(f"layer {number}, {name}", *moved)
 
     ids = np.random.default_rng(0).integers(model.config.vocab_size, size=segments.shape, dtype=np.int32)
@@ -123,7 +115,7 @@ def packing_checks(model: Qwen3Next, compute: Compute) -> Iterator[Check]:
         return jax.grad(lambda h: cross_entropy_sum(logits(h, context), labels)[0])(h)
 
     forward, backward = (jax.jit(function, compiler_options=_QUICK) for function in (logits, slope))
-    moved = [_moved(lambda h, at=at: forward(h, at), (h,), first) for at in (apart, joined)]
+    moved = [_moved(lambda h, at=at: forward(h, at), (h,)) for at in (apart, joined)]
     yield _judged("logits of the whole model", *moved)
     reached = [float(np.abs(np.asarray(backward(h, at)))[segments < 3].max()) for at in (apart, joined)]
     yield _judged("gradient of document 3's loss before it", *reached)

@@ -58,9 +58,9 @@ def test_a_template_has_what_the_published_ones_count_on():
     source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}
     {%- set ns = namespace(x=loop.index0) %}
 {{ bos_token }}{{ m | tojson }}{% generation %}{{ ns.x }}{% endgeneration %}
-{% endfor %}{{ strftime_now('%Y')[:2] }}{{ tools }}{{ tools_defined is defined }}"""
+{% endfor %}{{ strftime_now is defined }}{{ tools }}{{ tools_defined is defined }}"""
     rendered = _template(source, bos_token="<s>")._render([{"role": "user", "content": "é<"}, {"role": "tool"}])
-    assert rendered == '<s>{"role": "user", "content": "é<"}020NoneFalse'
+    assert rendered == '<s>{"role": "user", "content": "é<"}0FalseNoneFalse'
 
 
 def test_a_message_that_changes_once_others_follow_is_refused():

@@ -37,7 +37,12 @@ def test_what_is_only_read_is_not_learnt():
     assert corpus.text_bytes.tolist() == [2, 2]
 
 
-def test_a_fingerprint_tells_tokens_documents_and_what_is_learnt_apart():
+def test_an_end_of_text_is_learnt_with_what_it_ends():
+    corpus = _tokenize([_document("a", Part(b"q", False), Part(b"a"), Part(b"r", False))])
+    assert corpus.learnt.tolist() == [False, True, False, False]
+
+
+def test_a_digest_tells_tokens_and_what_is_learnt_apart():
     kinds = [
         [_document("a", b"xyz"), _document("b", b"z")],
         [_document("a", b"xyz"), _document("b", b"y")],
@@ -45,11 +50,9 @@ def test_a_fingerprint_tells_tokens_documents_and_what_is_learnt_apart():
         [_document("a", b"xyzz")],
         [_document("a", b"xy"), _document("b", b"zz")],
     ]
-    assert len({_tokenize(documents).fingerprint for documents in kinds}) == len(kinds)
+    assert len({_tokenize(documents).digest for documents in kinds}) == len(kinds)
     renamed = [_document("other", b"xyz"), _document("names", b"z")]
-    assert _tokenize(kinds[0]).fingerprint == _tokenize(renamed).fingerprint
-    corpus = _tokenize(kinds[0])
-    assert len({corpus.fingerprint, corpus.select([0]).fingerprint, corpus.select([1]).fingerprint}) == 3
+    assert _tokenize(kinds[0]).digest == _tokenize(renamed).digest
 
 
 @pytest.fixture

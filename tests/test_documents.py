@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
+from folders import one_line
 
 from qwen3next.config import DataConfig
 from qwen3next.data import documents as module
@@ -26,12 +27,6 @@ def _documents(lengths):
 def _read(source, left_out=None, **changes):
     config = DataConfig(source=(str(source) or "x",), **changes)
     return list(read_documents(str(source), config, left_out or LeftOut(config.on_error)))
-
-
-def _one_line(error):
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 # --- Reading
@@ -123,7 +118,7 @@ def test_bad_jsonl_names_the_line(tmp_path, line, message):
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(InputError, match=message) as error:
         _read(path)
-    assert f"{path}:3 " in _one_line(error)
+    one_line(error, f"{path}:3 ")
 
 
 @pytest.mark.parametrize("source", ["", "missing", "missing/*.txt", "empty.txt", "folder", "pipe", "blank.jsonl", "\0"])
@@ -137,7 +132,7 @@ def test_a_source_without_text_is_refused(tmp_path, monkeypatch, source):
         InputError, match=r"data\.source: no text in .*'stdlib', 'docstrings', or a file, folder"
     ) as error:
         _read(source)
-    assert repr(source) in _one_line(error)
+    one_line(error, repr(source))
 
 
 @pytest.mark.parametrize(
@@ -250,10 +245,10 @@ def test_records_of_every_kind_of_file(tmp_path, kind):
     documents = _read(path, left_out, prompt_field="prompt")
     parts = [(Part(b"p1", False), Part(b"one")), (Part(b"", False), Part("thrée".encode()))]
     assert documents == [Document(f"{path}:{n}", part) for n, part in zip((1, 3), parts, strict=True)]
-    assert left_out.counts == {"empty": 1}
+    assert left_out.counts == {"with nothing to learn": 1}
     with pytest.raises(InputError, match=r"data\.text_field: .*:1 has no string 'body'") as error:
         _read(path, text_field="body")
-    _one_line(error)
+    one_line(error)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "array_record"])
@@ -262,7 +257,7 @@ def test_files_that_are_not_what_their_name_says(tmp_path, kind):
     path.write_bytes(b"not such a file")
     with pytest.raises(InputError, match=rf"a\.{kind} is not a(n array_record| readable parquet) file") as error:
         _read(path)
-    _one_line(error)
+    one_line(error)
 
 
 def test_what_cannot_be_read_is_left_out_if_asked_for_and_counted(tmp_path):
@@ -293,6 +288,9 @@ def test_messages(tmp_path):
     assert [document.parts for document in _read(path, **use)] == [turn, turn + turn]
     learnt = _read(path, **use, roles=("assistant", "user"))[0].parts
     assert learnt == (Part(b"user:hi;"), Part(b"assistant:ho;"))
+    left_out = LeftOut("fail")
+    _write_records(tmp_path, "jsonl", [{"m": CHAT[:1]}, {"m": CHAT}])
+    assert len(_read(path, left_out, **use)) == 1 and left_out.counts == {"with nothing to learn": 1}
     for bad in ({"m": "hi"}, {"m": []}, {"m": [{"content": "hi"}]}, {"n": CHAT}, {"m": ["hi"]}):
         _write_records(tmp_path, "jsonl", [bad])
         with pytest.raises(InputError, match=r"data\.messages_field: .*:1 has no list 'm' of messages"):

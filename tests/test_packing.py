@@ -1,5 +1,6 @@
 """Rows: every prediction in exactly one, none across documents, whatever the packing."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -142,6 +143,15 @@ def test_rows_of_some_of_the_documents():
     whole = _segments(Rows(_corpus(lengths), 64, "none"))
     assert _segments(Rows(some, 64, "none")) == [whole[1], whole[3]]
     assert [place for segment in _segments(Rows(some, 6)) for place in segment] == whole[1] + whole[3]
+
+
+def test_a_fingerprint_tells_all_that_rows_are_made_of():
+    corpus, other = _corpus([5, 9, 2, 14]), _corpus([5, 9, 2, 14])
+    plans = [Rows(corpus, 8, packing, long) for packing, long in (("split", "split"), ("best_fit", "split"))]
+    plans += [Rows(corpus, 8, "best_fit", "drop"), Rows(corpus, 9), Rows(corpus.select([0, 1, 2]), 8)]
+    plans += [Rows(dataclasses.replace(corpus, end_of_text=3), 8), Rows(_corpus([5, 9, 2, 13]), 8)]
+    assert len({rows.fingerprint for rows in plans}) == len(plans)
+    assert Rows(other, 8).fingerprint == plans[0].fingerprint
 
 
 def test_rows_that_are_not_there():

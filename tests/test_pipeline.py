@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import grain
 import numpy as np
 import pytest
 from folders import one_line
@@ -18,7 +17,14 @@ from qwen3next.config import IGNORED_LABEL, DataConfig
 from qwen3next.data.corpus import tokenize
 from qwen3next.data.documents import Document, LeftOut, Part
 from qwen3next.data.packing import Rows
-from qwen3next.data.pipeline import TrainBatches, eval_batches, fingerprint, read_texts
+from qwen3next.data.pipeline import (
+    TrainBatches,
+    bytes_per_label,
+    eval_batches,
+    held_out_text,
+    read_texts,
+    text_fingerprint,
+)
 from qwen3next.errors import InputError
 from qwen3next.tokenizer import ByteTokenizer
 
@@ -41,7 +47,7 @@ def _config(sequence_length=4, batch_size=3, **changes):
 
 def _batches(rows, seed=1, weights=None, host=0, hosts=1, **changes):
     rows = rows if isinstance(rows, list) else [rows]
-    sources = list(zip(rows, weights or [1.0] * len(rows), strict=True))
+    sources = list(zip(rows, weights or [100] * len(rows), strict=True))
     return TrainBatches(sources, _config(rows[0].sequence_length, **changes), seed, host=host, hosts=hosts)
 
 
@@ -65,6 +71,17 @@ def test_training_batches():
     assert {key: (value.shape, value.dtype) for key, value in batch.items()} == {
         key: ((2, 8), np.int32) for key in ("input_ids", "labels", "segment_ids")
     }
+
+
+def test_no_seed_nor_source_repeats_the_orders_of_another():
+    """grain adds the epoch to a seed: neighbouring seeds would be the same orders, an epoch later."""
+    orders = []
+    for seed in range(3):
+        taken = _taken(_batches(_rows(39), seed), 10)
+        orders += [tuple(taken[:10]), tuple(taken[10:20]), tuple(taken[20:])]
+    same = Rows(_corpus(range(39)), 4)
+    mixed = _taken(_batches([same, same], 0, batch_size=2), 10)
+    assert len(set(orders)) == 9 and mixed[::2] != mixed[1::2]
 
 
 def test_training_order_is_decided_by_the_seed():
@@ -93,7 +110,7 @@ def test_training_reads_nothing_ahead(monkeypatch):
     batches = _batches(_rows(100))
     next(batches)
     next(batches)
-    assert len(read) <= 9
+    assert len(read) == 6
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
@@ -117,7 +134,7 @@ def test_hosts_share_the_rows_of_each_batch(hosts):
 
 def test_a_mixture_draws_by_weight_and_each_source_in_full():
     low, high = Rows(_corpus(range(47)), 4), Rows(_corpus(range(100, 147)), 4)  # 12 rows each
-    batches = _batches([low, high], weights=[3.0, 1.0], batch_size=4)
+    batches = _batches([low, high], weights=[300, 100], batch_size=4)
     taken = [bytes(row[row < 256].tolist()) for _ in range(12) for row in next(batches)["labels"]]
     counts = [sum(row[0] < 100 for row in taken), sum(row[0] >= 100 for row in taken)]
     assert counts == [36, 12]
@@ -125,11 +142,6 @@ def test_a_mixture_draws_by_weight_and_each_source_in_full():
     assert all(taken.count(row) == 3 for row in taken if row[0] < 100)  # three epochs
     shares = [sum(row[0] < 100 for row in taken[at : at + 8]) for at in range(0, 48, 8)]
     assert set(shares) == {6}  # nor in lumps
-
-
-def test_grain_alone_would_say_nothing_about_too_few_rows():
-    dataset = grain.MapDataset.source(_rows(6)).shuffle(seed=0).batch(3, drop_remainder=True).to_iter_dataset()
-    assert list(dataset) == []
 
 
 def test_fewer_rows_than_a_batch_are_refused():
@@ -143,24 +155,19 @@ def test_fewer_rows_than_a_batch_are_refused():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7])
-def test_evaluation_takes_every_row_once_in_order(batch_size):
-    rows = Rows(_corpus(range(5), range(0), range(9), range(1)), 4)  # 19 tokens: 5 rows, the last with padding
-    batches = list(eval_batches([rows], batch_size))
-    assert len(batches) == -(-len(rows) // batch_size)
+def test_evaluation_takes_every_row_once_in_an_order_of_its_own(batch_size):
+    sources = [Rows(_corpus(range(5), range(0), range(9), range(1)), 4), _rows(40)]  # 5 and 11 rows
+    batches = list(eval_batches(sources, batch_size))
+    count = sum(map(len, sources))
+    assert len(batches) == -(-count // batch_size)
     for key in ("input_ids", "labels", "segment_ids"):
         assert all(batch[key].shape == (batch_size, 4) and batch[key].dtype == np.int32 for batch in batches)
         together = np.concatenate([batch[key] for batch in batches])
-        assert together[: len(rows)].tolist() == [rows[i][key].tolist() for i in range(len(rows))]
+        every = [rows[i][key].tolist() for rows in sources for i in range(len(rows))]
+        assert together[:count].tolist() != every and sorted(together[:count].tolist()) == sorted(every)
+        assert together[:count].tolist() == np.concatenate([b[key] for b in eval_batches(sources, count)]).tolist()
         filling = {"input_ids": END, "labels": IGNORED_LABEL, "segment_ids": 0}[key]
-        assert (together[len(rows) :] == filling).all()
-    assert sum((batch["labels"] != IGNORED_LABEL).sum() for batch in batches) == 5 + 0 + 9 + 1 + 4
-
-
-def test_evaluation_goes_through_several_sources_side_by_side():
-    low, high = Rows(_corpus(range(31)), 4), Rows(_corpus(range(100, 115)), 4)  # 8 and 4 rows
-    firsts = [int(row[0]) for batch in eval_batches([low, high], 3) for row in batch["labels"]]
-    assert sorted(firsts) == [*range(0, 32, 4), *range(100, 116, 4)]
-    assert all(sum(first >= 100 for first in firsts[at : at + 3]) == 1 for at in range(0, 12, 3))
+        assert (together[count:] == filling).all()
 
 
 # --- Sources
@@ -190,8 +197,15 @@ def test_texts_are_told_and_fingerprinted(tmp_path):
     assert "8 dropped (488 tokens lost)" in next(iter(dropped.describe()))
     assert dropped.held_out.facts.dropped == 0  # what is measured is the whole
     sources = [(a,), (b,), (f"{a}=1", f"{b}=1"), (f"{a}=2", f"{b}=2"), (f"{a}=2", f"{b}=1"), (f"{b}=1", f"{a}=1")]
-    prints = [fingerprint(read(source)) for source in sources]
+    prints = [text_fingerprint(read(source)) for source in sources]
     assert prints[2] == prints[3] and len(set(prints)) == 5
+    assert text_fingerprint([one]) != text_fingerprint([dropped])
+    both = read((f"{a}=1", f"{b}=1"))
+    labels = sum(int((row["labels"] >= 0).sum()) for text in both for row in map(text.held_out.__getitem__, range(3)))
+    assert labels == 96 and bytes_per_label(both) == (120 + 80) / (122 + 82)
+    assert held_out_text(both) == both[0].held_out_text + both[1].held_out_text
+    (packed,) = read((a,), packing="best_fit")
+    assert packed.held_out.fingerprint == Rows(packed.held_out.corpus, 16, "best_fit").fingerprint
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
@@ -231,19 +245,14 @@ def _python(*arguments, **options):
 
 def test_any_number_of_workers_makes_the_same_batches():
     rows = _rows(79)  # 20 rows
-    straight = _taken(_batches(rows), 20)
+    straight = _taken(_batches(rows), 21)
     assert sorted(straight[:20]) == sorted(rows[i]["labels"].tobytes() for i in range(20))
-    for workers in (2, 3):
+    done, state = 0, {"rows": 0}
+    for workers in (2, 3, 0):  # each goes on where the one before stopped
         with _batches(rows, workers=workers) as batches:
-            assert _taken(batches, 7) == straight[:21]
-            state = batches.get_state()
-        with _batches(rows, workers=5 - workers) as batches:  # and goes on with another number
             batches.set_state(state)
-            assert _taken(batches, 6) == straight[21:39]
-            state = batches.get_state()
-        batches = _batches(rows)
-        batches.set_state(state)
-        assert _taken(batches, 7) == straight[39:60]
+            assert _taken(batches, 7) == straight[done : done + 21]
+            done, state = done + 21, batches.get_state()
 
 
 def test_workers_in_a_command_line_program(source):
@@ -288,15 +297,15 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("end", ["raise", "interrupt", "kill"])
+@pytest.mark.parametrize("end", ["raise", "interrupt", "end", "kill"])
 def test_no_worker_outlives_the_training_loop(tmp_path, source, end):
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
     process = _python(str(script), source, end, start_new_session=True)
     assert process.stdout.readline() == "third\n"
     children, began = _children(process.pid), time.monotonic()
-    if end == "interrupt":  # as a terminal does it: the whole group
-        os.killpg(process.pid, signal.SIGINT)
+    if end in ("interrupt", "end"):  # as a terminal or a scheduler does it: the whole group
+        os.killpg(process.pid, signal.SIGINT if end == "interrupt" else signal.SIGTERM)
     elif end == "kill":
         process.kill()
     _, errors = process.communicate(timeout=60)
@@ -304,8 +313,8 @@ def test_no_worker_outlives_the_training_loop(tmp_path, source, end):
         time.sleep(0.05)
     assert not _alive(children) and time.monotonic() - began < 10
     assert process.returncode != 0 and (len(children) >= 2 or end == "raise")
-    told = {"raise": "ValueError: in the loop", "interrupt": "KeyboardInterrupt", "kill": ""}[end]
-    assert errors.strip().endswith(told) and errors.count("Traceback") == (end != "kill"), errors
+    told = {"raise": "ValueError: in the loop", "interrupt": "KeyboardInterrupt"}.get(end, "")
+    assert errors.strip().endswith(told) and errors.count("Traceback") == bool(told), errors
 
 
 def test_what_a_worker_cannot_do_is_raised_where_the_batch_is_asked_for(tmp_path):
@@ -314,7 +323,7 @@ def test_what_a_worker_cannot_do_is_raised_where_the_batch_is_asked_for(tmp_path
     config = _config(8, source=(str(path),), workers=2)
     (text,) = read_texts(config, ByteTokenizer(), 257, 0)
     path.unlink()  # each worker opens the file for itself
-    with TrainBatches([(text.train, 1.0)], config, 0) as batches, pytest.raises(FileNotFoundError):
+    with TrainBatches([(text.train, 100)], config, 0) as batches, pytest.raises(FileNotFoundError):
         next(batches)
 
 

@@ -1,6 +1,6 @@
 """Flat token files: what is written is what text gives, also after an interruption; what does not fit is refused."""
 
-import dataclasses
+import fcntl
 import json
 import pickle
 
@@ -10,9 +10,10 @@ from folders import one_line
 
 from qwen3next.config import DataConfig
 from qwen3next.data import __main__ as command
-from qwen3next.data import token_files
+from qwen3next.data import token_writer
 from qwen3next.data.pipeline import read_texts
-from qwen3next.data.token_files import FileTokens, write_token_file
+from qwen3next.data.token_files import FileTokens
+from qwen3next.data.token_writer import write_token_file
 from qwen3next.errors import InputError
 from qwen3next.tokenizer import ByteTokenizer, HFTokenizer, byte_tokenizer_for_others
 
@@ -67,12 +68,12 @@ def test_prompts_are_only_read_from_a_file_too(folder):
     assert text.train.predictions == file.train.predictions < text.train.facts.tokens
 
 
-@pytest.mark.parametrize("at", [0, 1, 25, 38])
-def test_an_interrupted_run_goes_on(folder, monkeypatch, at):
-    monkeypatch.setattr(token_files, "_COMMITTED", 100)
+@pytest.mark.parametrize(("at", "left"), [(0, 39), (1, 39), (25, 14), (38, 1)])
+def test_an_interrupted_run_goes_on(folder, monkeypatch, at, left):
+    monkeypatch.setattr(token_writer, "_COMMITTED", 100)
     _write(folder)
     whole = {path.name: path.read_bytes() for path in folder.glob("out.bin*")}
-    encode, seen = token_files.encode, []
+    encode, seen = token_writer.encode, []
 
     def interrupted(*args):
         for number, one in enumerate(encode(*args)):
@@ -85,17 +86,64 @@ def test_an_interrupted_run_goes_on(folder, monkeypatch, at):
             seen.append(one)
             yield one
 
-    monkeypatch.setattr(token_files, "encode", interrupted)
+    monkeypatch.setattr(token_writer, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _write(folder, overwrite=True)
     assert {path.name: path.read_bytes() for path in folder.glob("out.bin*") if path.name in whole} == whole
-    monkeypatch.setattr(token_files, "encode", watched)
-    for path in folder.glob("out.bin*"):  # the one before is not in the way
-        if path.name in whole:
-            path.unlink()
+    monkeypatch.setattr(token_writer, "encode", watched)
+    _write(folder, overwrite=True)
+    assert {path.name: path.read_bytes() for path in folder.glob("out.bin*")} == whole
+    assert len(seen) == left
+
+
+def test_a_run_that_is_killed_while_files_are_put_in_place_begins_anew(folder, monkeypatch):
+    monkeypatch.setattr(token_writer, "_COMMITTED", 100)
+    _write(folder)
+    whole = {path.name: path.read_bytes() for path in folder.glob("out.bin*")}
+    new_file = token_writer.new_file
+
+    def killed(path):
+        if path.name == "out.bin.json":
+            raise KeyboardInterrupt
+        return new_file(path)
+
+    monkeypatch.setattr(token_writer, "new_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _write(folder, overwrite=True)
+    monkeypatch.setattr(token_writer, "new_file", new_file)
     _write(folder)
     assert {path.name: path.read_bytes() for path in folder.glob("out.bin*")} == whole
-    assert len(seen) == 39 if at <= 1 else len(seen) < 39 - at + 8
+
+
+def test_what_was_left_out_is_counted_over_an_interruption(folder, monkeypatch):
+    monkeypatch.setattr(token_writer, "_COMMITTED", 100)
+    monkeypatch.setattr("qwen3next.data.corpus._TOGETHER", 4)
+    byte_tokenizer_for_others().save(str(folder / "tokenizer.json"))
+    tokenizer = HFTokenizer(folder / "tokenizer.json")
+    for name in ("02", "39"):
+        (folder / "text" / f"{name}.txt").write_bytes(b"\xff")
+    encode = token_writer.encode
+
+    def interrupted(*args):
+        for number, one in enumerate(encode(*args)):
+            if number == 30:
+                raise KeyboardInterrupt
+            yield one
+
+    monkeypatch.setattr(token_writer, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _write(folder, tokenizer=tokenizer, on_error="skip")
+    monkeypatch.setattr(token_writer, "encode", encode)
+    facts = _write(folder, tokenizer=tokenizer, on_error="skip")
+    assert facts["left_out"] == {"empty": 1, "not UTF-8": 2} and facts["documents"] == 37
+
+
+def test_a_file_is_written_by_one_process(folder):
+    with (folder / "out.bin.partial").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"out\.bin is being written by another process"):
+            _write(folder)
+    assert _write(folder)["documents"] == 39
 
 
 def test_an_interrupted_run_is_not_mixed_with_another(folder, monkeypatch):
@@ -106,7 +154,7 @@ def test_an_interrupted_run_is_not_mixed_with_another(folder, monkeypatch):
     with pytest.raises(InputError, match=r"39\.txt: text is not UTF-8"):
         _write(folder, tokenizer=tokenizer)
     assert not list(folder.glob("out.bin*"))  # so little has been done that nothing is kept
-    monkeypatch.setattr(token_files, "_COMMITTED", 100)
+    monkeypatch.setattr(token_writer, "_COMMITTED", 100)
     with pytest.raises(InputError, match=r"39\.txt: text is not UTF-8"):
         _write(folder, tokenizer=tokenizer)
     assert (folder / "out.bin.journal").exists()
@@ -210,6 +258,27 @@ def _edit(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_a_file_that_changes_is_another(folder):
+    records = [{"prompt": "ask" * n, "text": "tell" * n} for n in range(1, 30)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_token_file(str(folder / "a.jsonl"), folder / "a.bin", DataConfig(prompt_field="prompt"), BYTES)
+    prints = {_read(folder / "a.bin").train.fingerprint}
+    for name in ("a.bin", "a.bin.learnt"):
+        content = bytearray((folder / name).read_bytes())
+        content[2000] ^= 1
+        (folder / name).write_bytes(content)
+        prints.add(_read(folder / "a.bin").train.fingerprint)
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("journal", ["{", "{}", '{"settings": "{}", "more": 1}', '{"settings": 1}'])
+def test_a_damaged_journal_is_refused(folder, journal):
+    (folder / "a.bin.journal").write_text(journal)
+    with pytest.raises(InputError, match=r"a\.bin\.journal") as error:
+        _write(folder, "a.bin")
+    one_line(error)
+
+
 @pytest.mark.parametrize("message", BESIDE)
 def test_what_stands_beside_a_file_must_belong_to_it(folder, message):
     _write(folder, "a.bin")
@@ -223,7 +292,7 @@ def test_the_command(folder, capsys):
     arguments = ["tokenize", str(folder / "text"), str(folder / "out.bin")]
     command.main(arguments)
     said = capsys.readouterr()
-    assert said.out == f"{folder / 'out.bin'}: 39 documents, 6,234 tokens (uint16), 1 empty left out\n"
+    assert said.out == f"{folder / 'out.bin'}: 39 documents, 6,234 tokens (uint16); left out: 1 empty\n"
     with pytest.raises(InputError, match=r"out\.bin is there already; allowed: another name, or --overwrite"):
         command.main(arguments)
     command.main([*arguments, "--overwrite"])
@@ -238,4 +307,3 @@ def test_the_command(folder, capsys):
         with pytest.raises(InputError, match=message):
             command.main(bad)
     assert not list(folder.glob("b.bin*"))
-    assert dataclasses.asdict(DataConfig())["roles"] == ("assistant",)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 from qwen3next.config import DataConfig, OnError
-from qwen3next.data.token_files import write_token_file
+from qwen3next.data.documents import LeftOut
+from qwen3next.data.token_writer import write_token_file
 from qwen3next.errors import Parser, exit_on_input_error
 from qwen3next.tokenizer import load_tokenizer
 
@@ -43,8 +44,10 @@ def main(argv: Sequence[str]) -> None:
         on_error=args.on_error,
     )
     facts = write_token_file(args.source, args.out, config, load_tokenizer(config.tokenizer), overwrite=args.overwrite)
-    left_out = "".join(f", {count:,} {why} left out" for why, count in sorted(facts["left_out"].items()))
-    print(f"{args.out}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['dtype']}){left_out}")
+    left_out = LeftOut(config.on_error)
+    left_out.counts.update(facts["left_out"])
+    told = f"; left out: {left_out}" if facts["left_out"] else ""
+    print(f"{args.out}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['dtype']}){told}")
 
 
 if __name__ == "__main__":

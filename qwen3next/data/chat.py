@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,14 +39,17 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A Jinja template of messages, run in a sandbox with what Hugging Face's templates count on."""
+    """A Jinja template of messages, run in a sandbox with what Hugging Face's templates count on.
+
+    There is no `strftime_now`: text that changes overnight is another text. Templates then write a date of their own.
+    """
 
     def __init__(self, source: str, tokens: dict[str, str]):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.globals["raise_exception"] = _refuse
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:

@@ -50,18 +50,13 @@ class Corpus:
         """Tokens of each document."""
         return self.spans[:, 1] - self.spans[:, 0]
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the documents' tokens, where they begin and end, and what of them is learnt."""
-        return hashlib.sha256(self.digest.encode() + self.spans.tobytes()).hexdigest()
-
     def select(self, numbers: Sequence[int]) -> "Corpus":
         """The documents of these numbers; nothing is copied."""
         text_bytes = None if self.text_bytes is None else self.text_bytes[numbers]
         return dataclasses.replace(self, spans=self.spans[numbers], text_bytes=text_bytes)
 
     def cut(self, held_out: float) -> tuple["Corpus", "Corpus"]:
-        """A single document in two, the second with the share asked for."""
+        """A single document in two, the second with the share asked for; how many bytes each has is then unknown."""
         ((begin, end),) = self.spans.tolist()
         require(end - begin >= 2, "data.held_out: the only document has one token; give more text")
         at = end - min(max(round(held_out * (end - begin)), 1), end - begin - 1)
@@ -112,7 +107,9 @@ def _join(document: Document, parts: list[np.ndarray], end_of_text: int, vocab_s
     learnt = None
     if not all(part.learnt for part in document.parts):
         flags = [np.full(len(part), of.learnt) for part, of in zip(parts, document.parts, strict=True)]
-        learnt = np.concatenate([*flags, np.array([True])])
+        learnt = np.concatenate(
+            [*flags, np.array([document.parts[-1].learnt])]
+        )  # the end of text goes with what it ends
     return Encoded(tokens, learnt, len(document.learnt_text))
 
 

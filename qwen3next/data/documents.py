@@ -102,7 +102,8 @@ def read_documents(source: str, config: DataConfig, left_out: LeftOut) -> Iterat
                     count += 1
                     yield document
                 else:
-                    left_out.counts["empty"] += 1
+                    full = any(part.text for part in document.parts)
+                    left_out.counts["with nothing to learn" if full else "empty"] += 1
         except OSError as error:
             raise _unreadable(source, error) from error
     told = f" (left out: {left_out})" if left_out.counts else ""

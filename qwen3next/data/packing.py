@@ -4,9 +4,10 @@ Documents of a row do not see each other, so it does not matter which are togeth
 and an epoch is an order of the rows.
 """
 
+import hashlib
 import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import grain
 import numpy as np
@@ -34,17 +35,23 @@ class RowFacts:
     share: float  # of the rows' places that hold a token
 
 
-def _cut(
-    spans: Int64[np.ndarray, "documents 2"], length: int, first: Int64[np.ndarray, " documents"]
-) -> Int64[np.ndarray, "pieces 2"]:
-    """Documents in pieces of at most `length`; of document d the first has at most `first[d]` tokens."""
+class _Pieces(NamedTuple):
+    """Documents in pieces: where each lies, whether a document begins with it, and how many documents have several."""
+
+    spans: Int64[np.ndarray, "pieces 2"]
+    opens: Bool[np.ndarray, " pieces"]
+    cut: int
+
+
+def _cut(spans: Int64[np.ndarray, "documents 2"], length: int, first: Int64[np.ndarray, " documents"]) -> _Pieces:
+    """Pieces of at most `length`; of document d the first has at most `first[d]` tokens."""
     sizes = spans[:, 1] - spans[:, 0]
     counts = 1 + np.maximum(-(-(sizes - first) // length), 0)
     document = np.repeat(np.arange(len(spans)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = np.where(number == 0, 0, first[document] + (number - 1) * length)
     ends = np.minimum(first[document] + number * length, sizes[document])
-    return spans[document, :1] + np.stack([begins, ends], axis=1)
+    return _Pieces(spans[document, :1] + np.stack([begins, ends], axis=1), number == 0, int((counts > 1).sum()))
 
 
 def _fit(sizes: Int64[np.ndarray, " pieces"], length: int, packing: PackingKind) -> list[Int64[np.ndarray, " members"]]:
@@ -85,11 +92,10 @@ class Rows(grain.sources.RandomAccessDataSource[Row]):
         packing: PackingKind = "split",
         long_documents: LongDocuments = "split",
     ):
-        spans, length = corpus.spans, sequence_length
-        sizes = corpus.lengths
+        spans, sizes, length, truncated = corpus.spans, corpus.lengths, sequence_length, 0
         if packing == "split":
             places = np.cumsum(sizes) - sizes  # in the concatenation
-            pieces = _cut(spans, length, length - places % length)
+            pieces, opens, cut = _cut(spans, length, length - places % length)
             ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
             # A row ends with the piece that reaches a multiple of its length, or with the last one.
             rows = np.flatnonzero((ends % length == 0) | (np.arange(len(ends)) == len(ends) - 1)) + 1
@@ -97,29 +103,34 @@ class Rows(grain.sources.RandomAccessDataSource[Row]):
             if long_documents == "drop":
                 spans = spans[sizes <= length]
             elif long_documents == "truncate":
+                truncated = int((sizes > length).sum())
                 spans = np.stack([spans[:, 0], np.minimum(spans[:, 1], spans[:, 0] + length)], axis=1)
-            pieces = _cut(spans, length, np.full(len(spans), length))
+            pieces, opens, cut = _cut(spans, length, np.full(len(spans), length))
+            rows = np.arange(1, len(pieces) + 1)
             if packing != "none" and len(pieces):
                 members = _fit(pieces[:, 1] - pieces[:, 0], length, packing)
-                pieces = pieces[np.concatenate(members)]
-                rows = np.cumsum([len(row) for row in members])
-            else:
-                rows = np.arange(1, len(pieces) + 1)
+                order, rows = np.concatenate(members), np.cumsum([len(row) for row in members])
+                pieces, opens = pieces[order], opens[order]
         self.corpus, self.sequence_length = corpus, length
         self._pieces: Int64[np.ndarray, "pieces 2"] = pieces
-        self._opens: Bool[np.ndarray, " pieces"] = np.isin(pieces[:, 0], corpus.spans[:, 0])
+        self._opens: Bool[np.ndarray, " pieces"] = opens
         self._rows: Int64[np.ndarray, " bounds"] = np.concatenate([[0], rows]).astype(np.int64)
         tokens = int((pieces[:, 1] - pieces[:, 0]).sum())
-        continued = np.searchsorted(corpus.spans[:, 0], pieces[~self._opens, 0], side="right")
-        truncated = int((sizes > length).sum()) if packing != "split" and long_documents == "truncate" else 0
         self.facts = RowFacts(
             documents=len(corpus),
-            cut=len(np.unique(continued)) + truncated,
+            cut=cut + truncated,
             dropped=len(corpus) - len(spans),
             tokens=tokens,
             lost_tokens=int(sizes.sum()) - tokens,
             share=tokens / max(len(self) * length, 1),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that rows are made of: tokens, what of them is learnt, and the plan."""
+        plan = self._pieces.tobytes() + self._opens.tobytes() + self._rows.tobytes()
+        corpus = f"{self.corpus.digest} {self.corpus.end_of_text} {self.sequence_length} "
+        return hashlib.sha256(corpus.encode() + plan).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows) - 1

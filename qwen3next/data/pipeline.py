@@ -29,14 +29,15 @@ Batch = dict[str, Int32[np.ndarray, "batch seq"]]  # the keys of a row
 
 _LARGEST_SEED = 2**32 - 1
 _AHEAD = 8  # batches that a worker holds ready
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # a run ends on these in its own way
 
 
 @dataclass(frozen=True)
 class Text:
-    """One source: what is trained on and its weight, what is held out, the latter's text if it is text."""
+    """One source: what is trained on, its weight (the smallest of all is 100), what is held out, as text if it is."""
 
     name: str
-    weight: float
+    weight: int
     train: Rows
     held_out: Rows
     held_out_text: bytes | None
@@ -81,16 +82,33 @@ def read_texts(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: 
     return texts
 
 
-def fingerprint(texts: Sequence[Text]) -> str:
-    """Of all tokens, what is learnt and held out, and how the sources are mixed."""
-    sides = [f"{text.train.corpus.fingerprint} {text.held_out.corpus.fingerprint}" for text in texts]
-    total = sum(text.weight for text in texts)
-    return ", ".join(f"{side} {text.weight / total:.9g}" for side, text in zip(sides, texts, strict=True))
+def text_fingerprint(texts: Sequence[Text]) -> str:
+    """Of all rows, trained on and held out, and of how sources are mixed."""
+    return ", ".join(f"{text.weight} {text.train.fingerprint} {text.held_out.fingerprint}" for text in texts)
+
+
+def bytes_per_label(texts: Sequence[Text]) -> float | None:
+    """Bytes of the held-out text for each of its labels; `None` if they are unknown."""
+    sources = [text.held_out for text in texts]
+    known = [int(rows.corpus.text_bytes.sum()) for rows in sources if rows.corpus.text_bytes is not None]
+    return sum(known) / sum(rows.predictions for rows in sources) if len(known) == len(sources) else None
+
+
+def held_out_text(texts: Sequence[Text]) -> bytes | None:
+    """All that is held out, one after another; `None` if some of it is no text."""
+    known = [text.held_out_text for text in texts if text.held_out_text is not None]
+    return b"".join(known) if len(known) == len(texts) else None
+
+
+def _seed(*numbers: int) -> int:
+    """A seed of its own for these numbers: grain adds the epoch to what it is given."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def _ready_worker(*_: int) -> None:
-    """A worker leaves Ctrl-C to the process that it works for, and ends when that one does, however it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A worker leaves signals to the process that it works for, and ends when that one does, however it ends."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     parent = parent_process()
     if parent is not None:
         sentinel = parent.sentinel
@@ -100,14 +118,15 @@ def _ready_worker(*_: int) -> None:
 class TrainBatches:
     """Endless batches, each source's rows every one once an epoch, each epoch in an order of its own.
 
-    A batch may straddle two epochs. Sources are drawn from in proportion to their weights. Host `host` of `hosts` gets
-    its share of each batch's rows. `data.workers` processes make batches ahead, the same ones as none would; `close`,
-    or leaving the `with` block, ends them. Raises `InputError` if there are fewer rows than one batch takes, and for a
-    batch that does not divide among the hosts.
+    A batch may straddle two epochs. Sources are drawn from in proportion to their weights, of which the smallest must
+    be 100 (grain counts in hundredths of it). Host `host` of `hosts` gets its share of each batch's rows.
+    `data.workers` processes make batches ahead, the same ones as none would, each with a copy of text that is in
+    memory; `close`, or leaving the `with` block, ends them. Raises `InputError` if there are fewer rows than one batch
+    takes, and for a batch that does not divide among the hosts.
     """
 
     def __init__(
-        self, texts: Sequence[tuple[Rows, float]], config: DataConfig, seed: int, *, host: int = 0, hosts: int = 1
+        self, texts: Sequence[tuple[Rows, int]], config: DataConfig, seed: int, *, host: int = 0, hosts: int = 1
     ):
         count, size = sum(len(rows) for rows, _ in texts), config.batch_size
         require(
@@ -119,7 +138,7 @@ class TrainBatches:
         for number, (rows, _) in enumerate(texts):
             require(len(rows) > 0, f"data.source: no row is left of source {number + 1}; give more text")
         shuffled = [
-            grain.MapDataset.source(rows).shuffle(seed=(seed + number) % (_LARGEST_SEED + 1)).repeat()
+            grain.MapDataset.source(rows).shuffle(seed=_seed(seed, number)).repeat()
             for number, (rows, _) in enumerate(texts)
         ]
         weights = [weight for _, weight in texts]
@@ -139,11 +158,11 @@ class TrainBatches:
         ahead = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=_AHEAD)
         iterator = iter(batches.mp_prefetch(ahead, worker_init_fn=_ready_worker))
         # Held back here, a Ctrl-C never reaches the workers that start, and this process when they have.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             iterator.start_prefetch()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return iterator
 
     def __iter__(self) -> "TrainBatches":
@@ -179,11 +198,13 @@ class TrainBatches:
 
 
 def eval_batches(sources: Sequence[Rows], batch_size: int) -> Iterator[Batch]:
-    """Every row once, each source in order, several side by side; the last batch is filled up with rows of padding."""
-    places = np.concatenate([(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in sources])
-    numbers = [(rows, row) for rows in sources for row in range(len(rows))]
-    order = [numbers[at] for at in np.argsort(places, kind="stable")]
+    """Every row once, in an order that is always the same, so that the first ones are a sample of all.
+
+    The last batch is filled up with rows of padding.
+    """
+    rows = [(source, row) for source in sources for row in range(len(source))]
+    order = [rows[at] for at in np.random.default_rng(0).permutation(len(rows))]
     for first in range(0, len(order), batch_size):
-        members = [rows[row] for rows, row in order[first : first + batch_size]]
+        members = [source[row] for source, row in order[first : first + batch_size]]
         members += [sources[0].padding()] * (batch_size - len(members))
         yield {key: np.stack([member[key] for member in members]) for key in members[0]}
