@@ -34,10 +34,10 @@ def write_config(config: TrainConfig, folder: Path) -> None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=base))
     if config.data.tokenizer != "bytes":
         tokenizer = Path(config.data.tokenizer)
-        beside = (chat.SETTINGS, chat.TEMPLATE) if config.data.messages_field else ()
-        for path in (tokenizer, *(tokenizer.with_name(name) for name in beside)):
-            if path.is_file():
-                _replace(folder / (TOKENIZER if path == tokenizer else path.name), path.read_bytes())
+        _replace(folder / TOKENIZER, tokenizer.read_bytes())
+        for name in (chat.SETTINGS, chat.TEMPLATE) if config.data.messages_field else ():
+            if tokenizer.with_name(name).is_file():
+                _replace(folder / name, tokenizer.with_name(name).read_bytes())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=TOKENIZER))
     _replace(folder / CONFIG, dump_config(config).encode())
 
