@@ -86,7 +86,7 @@ def test_the_template_beside_a_tokenizer(tmp_path):
         ChatTemplate.beside(tokenizer)
     with pytest.raises(InputError, match=r"no tokenizer_config\.json beside data\.tokenizer 'bytes'"):
         ChatTemplate.beside("bytes")
-    for values in ({}, {"chat_template": [{"name": "tools", "template": "x"}]}):
+    for values in ({}, {"chat_template": [{"name": "tools", "template": "x"}]}, {"chat_template": ["x"]}):
         settings.write_text(json.dumps(values))
         with pytest.raises(InputError, match="has no chat_template"):
             ChatTemplate.beside(tokenizer)
@@ -105,3 +105,6 @@ def test_the_template_beside_a_tokenizer(tmp_path):
     assert ChatTemplate.beside(tokenizer).parts(TALK, ["tool"]) == [("BE", False)]
     (tmp_path / "chat_template.jinja").write_text("apart{{ eos_token }}")
     assert ChatTemplate.beside(tokenizer).parts(TALK, ["tool"]) == [("apartE", False)]
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read"):
+        ChatTemplate.beside(tokenizer)

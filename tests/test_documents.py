@@ -275,6 +275,16 @@ def test_what_cannot_be_read_is_left_out_if_asked_for_and_counted(tmp_path):
         _read(path, on_error="skip")
 
 
+def test_cells_of_parquet_that_no_python_value_stands_for(tmp_path):
+    """Such columns are not read, and a string that is not UTF-8 is none."""
+    broken = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    nanoseconds = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken, "when": nanoseconds}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet:2 has no string 'text'"):
+        _read(tmp_path / "a.parquet")
+    assert len(_read(tmp_path / "a.parquet", on_error="skip")) == 1
+
+
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -323,8 +324,19 @@ def test_what_a_worker_cannot_do_is_raised_where_the_batch_is_asked_for(tmp_path
     config = _config(8, source=(str(path),), workers=2)
     (text,) = read_texts(config, ByteTokenizer(), 257, 0)
     path.unlink()  # each worker opens the file for itself
-    with TrainBatches([(text.train, 100)], config, 0) as batches, pytest.raises(FileNotFoundError):
+    gone = pytest.raises(InputError, match=r"cannot read '.*a\.bin': No such file")
+    with TrainBatches([(text.train, 100)], config, 0) as batches, gone:
         next(batches)
+
+
+def test_a_worker_that_is_killed_is_told_of():
+    with _batches(_rows(79), workers=2) as batches:
+        next(batches)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        with pytest.raises(InputError, match=r"data\.workers: one of 2 has ended .*exit code -9") as error:
+            for _ in range(100):
+                next(batches)
+        one_line(error)
 
 
 def test_the_number_of_workers_is_bounded():

@@ -66,9 +66,13 @@ class ChatTemplate:
             f"data.messages_field needs a chat template; there is no {SETTINGS} beside data.tokenizer {tokenizer!r}",
         )
         settings, separate = read_json(folder / SETTINGS), folder / TEMPLATE
-        template: Any = separate.read_text("utf-8") if separate.is_file() else settings.get("chat_template")
+        try:
+            template: Any = separate.read_text("utf-8") if separate.is_file() else settings.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{separate} cannot be read ({error})") from error
         if isinstance(template, list):  # several by name
-            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
         require(isinstance(template, str), f"{folder / SETTINGS} has no chat_template, which data.messages_field needs")
         tokens = {}
         for name, value in settings.items():

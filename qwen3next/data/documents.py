@@ -89,10 +89,10 @@ def read_documents(source: str, config: DataConfig, left_out: LeftOut) -> Iterat
     """
     template = ChatTemplate.beside(config.tokenizer) if config.messages_field else None
     read = _RecordReader(config, template)
-    count = 0
+    fields, count = [config.text_field, config.prompt_field, config.messages_field, "tools"], 0
     for path in find_files(source):
         try:
-            for name, record in _records(path, source == "docstrings"):
+            for name, record in _records(path, source == "docstrings", fields):
                 try:
                     document = record if isinstance(record, Document) else read(name, record)
                 except _Fault as error:
@@ -166,8 +166,8 @@ def _walk(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:
     return sorted(path for path in found if path.match(pattern) and path.is_file())
 
 
-def _records(path: Path, docstrings: bool) -> Iterator[tuple[str, Any]]:
-    """Each record of a file and its name: a `Document`, a row as a dictionary, or JSON that has not been read."""
+def _records(path: Path, docstrings: bool, fields: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Each record of a file and its name: a `Document`, the `fields` of a row, or JSON that has not been read."""
     kind = path.suffix.lower()
     if docstrings:
         for name, completion, prompt in read_docstrings(path):
@@ -176,7 +176,7 @@ def _records(path: Path, docstrings: bool) -> Iterator[tuple[str, Any]]:
         with path.open("rb") as lines:
             yield from ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
     elif kind == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, fields)
     elif kind == ".array_record":
         try:
             source = grain.sources.ArrayRecordDataSource(str(path))
@@ -188,7 +188,7 @@ def _records(path: Path, docstrings: bool) -> Iterator[tuple[str, Any]]:
         yield str(path), Document(str(path), (Part(path.read_bytes()),))
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -197,12 +197,21 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
+            for batch in file.iter_batches(columns=[name for name in file.schema_arrow.names if name in fields]):
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                for row in range(batch.num_rows):
                     number += 1
-                    yield f"{path}:{number}", row
+                    yield f"{path}:{number}", {name: _cell(column[row]) for name, column in columns.items()}
     except arrow.ArrowException as error:
         raise InputError(f"data.source: {path} is not a readable parquet file ({error})") from error
+
+
+def _cell(value: Any) -> Any:
+    """The Python value of a parquet cell; `None` if there is none, such as for a string that is not UTF-8."""
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError):
+        return None
 
 
 class _RecordReader:

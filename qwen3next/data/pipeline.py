@@ -6,6 +6,7 @@ on with another number of workers or of hosts.
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 from absl import flags
+from grain.experimental import DatasetOptions, WithOptionsIterDataset
 from jaxtyping import Int32
 
 from qwen3next.config import DataConfig
@@ -22,7 +24,7 @@ from qwen3next.data.corpus import tokenize
 from qwen3next.data.documents import LeftOut, draw_held_out, read_documents, split_documents
 from qwen3next.data.packing import Rows
 from qwen3next.data.token_files import read_token_files, token_files
-from qwen3next.errors import require
+from qwen3next.errors import InputError, require
 from qwen3next.tokenizer import Tokenizer
 
 Batch = dict[str, Int32[np.ndarray, "batch seq"]]  # the keys of a row
@@ -156,6 +158,8 @@ class TrainBatches:
         if not flags.FLAGS.is_parsed():  # grain's workers ask for flags, and a plain script has none
             flags.FLAGS.mark_as_parsed()
         ahead = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=_AHEAD)
+        # Batches are small, and shared memory would be left behind by what a stop finds on its way.
+        batches = WithOptionsIterDataset(batches, DatasetOptions(min_shm_size=sys.maxsize))
         iterator = iter(batches.mp_prefetch(ahead, worker_init_fn=_ready_worker))
         # Held back here, a Ctrl-C never reaches the workers that start, and this process when they have.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -171,7 +175,12 @@ class TrainBatches:
     def __next__(self) -> Batch:
         if self._iterator is None:
             self._iterator = self._start()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except OSError as error:  # each worker opens token files for itself
+            raise InputError(f"data.source: cannot read {error.filename!r}: {error.strerror or error}") from error
+        except RuntimeError as error:  # the system ends processes when memory runs out
+            raise InputError(f"data.workers: one of {self._workers} has ended ({error}); allowed: fewer") from error
         self._consumed += self._size
         return batch
 
