@@ -19,14 +19,8 @@ import jax.numpy as jnp
 from qwen3next.checkpoint import check_base, fingerprint, load_base
 from qwen3next.cli import dump_config, parse
 from qwen3next.config import TrainConfig
-from qwen3next.data.pipeline import (
-    TrainBatches,
-    bytes_per_label,
-    eval_batches,
-    held_out_text,
-    read_texts,
-    text_fingerprint,
-)
+from qwen3next.data.batches import TrainBatches, eval_batches
+from qwen3next.data.texts import bytes_per_label, held_out_text, read_texts, text_fingerprint
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.generate import check_prompts, generate

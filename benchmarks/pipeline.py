@@ -24,7 +24,8 @@ from rich.table import Table
 
 from qwen3next.cli import load_config
 from qwen3next.config import TrainConfig
-from qwen3next.data.pipeline import TrainBatches, read_texts
+from qwen3next.data.batches import TrainBatches
+from qwen3next.data.texts import read_texts
 from qwen3next.errors import exit_on_input_error
 from qwen3next.optim import optimizer
 from qwen3next.tokenizer import load_tokenizer

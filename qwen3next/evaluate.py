@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qwen3next.config import IGNORED_LABEL, Compute
-from qwen3next.data.pipeline import Batch as HostBatch
+from qwen3next.data.batches import Batch as HostBatch
 from qwen3next.loss import cross_entropy_sum
 from qwen3next.model import Qwen3Next
 from qwen3next.training import Batch

@@ -11,10 +11,10 @@ import pytest
 from common import tiny_config, tiny_model
 
 from qwen3next.config import Compute
+from qwen3next.data.batches import eval_batches
 from qwen3next.data.corpus import tokenize
 from qwen3next.data.documents import Document, LeftOut, Part
 from qwen3next.data.packing import Rows
-from qwen3next.data.pipeline import eval_batches
 from qwen3next.evaluate import compressed_bits_per_byte, evaluate
 from qwen3next.experts import Experts
 from qwen3next.model import abstract_model

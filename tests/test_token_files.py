@@ -11,7 +11,7 @@ from folders import one_line
 from qwen3next.config import DataConfig
 from qwen3next.data import __main__ as command
 from qwen3next.data import token_writer
-from qwen3next.data.pipeline import read_texts
+from qwen3next.data.texts import read_texts
 from qwen3next.data.token_files import FileTokens
 from qwen3next.data.token_writer import write_token_file
 from qwen3next.errors import InputError
