@@ -20,6 +20,8 @@ LongDocuments = Literal["split", "truncate", "drop"]
 TokenDtype = Literal["uint16", "uint32"]
 
 IGNORED_LABEL = -100  # of a token whose next one is not predicted
+_LONGEST = 2**24  # tokens of a row
+_FARTHEST = 10**6  # between weights of sources
 
 _SIZES = (
     "vocab_size",
@@ -280,6 +282,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_positive("data", sequence_length=self.sequence_length, batch_size=self.batch_size)
+        length = self.sequence_length
+        require(length <= _LONGEST, f"data.sequence_length is {length}; it must be at most {_LONGEST}")
         require(0 < self.held_out < 1, f"data.held_out is {self.held_out}; it must lie between 0 and 1")
         require(0 <= self.workers <= 64, f"data.workers is {self.workers}; it must be 0 to 64")
         require_choice("data.on_error", self.on_error, OnError)
@@ -315,6 +319,8 @@ class DataConfig:
             require(name not in weights, f"data.source names {name!r} twice; allowed: once")
             weights[name] = weight
         smallest = min(weights.values(), default=1)
+        far = max(weights.values(), default=1) > _FARTHEST * smallest
+        require(not far, f"data.source: weights differ by more than {_FARTHEST:,} times; give closer ones")
         return {name: round(100 * weight / smallest) for name, weight in weights.items()}
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
@@ -24,6 +24,13 @@ def _converter() -> cattrs.Converter:
             return kind(value)
 
         converter.register_structure_hook(kind, exactly)
+
+    def listed(value: Any, cls: Any) -> Any:  # a string would be taken for a list of letters
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{value!r} is not a list")
+        return tuple(converter.structure(item, get_args(cls)[0]) for item in value)
+
+    converter.register_structure_hook_func(lambda cls: get_origin(cls) is tuple, listed)
     return converter
 
 

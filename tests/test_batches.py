@@ -235,8 +235,9 @@ def _alive(pids):
 LOOP = (
     SCRIPT
     + """
-import time
+import signal, time
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where the tests run in the background
     with batches(sys.argv[1], 2) as some:
         for number in range(10_000):
             next(some)
@@ -267,6 +268,22 @@ def test_no_worker_outlives_the_training_loop(tmp_path, source, end):
     assert process.returncode != 0 and (len(children) >= 2 or end == "raise")
     told = {"raise": "ValueError: in the loop", "interrupt": "KeyboardInterrupt"}.get(end, "")
     assert errors.strip().endswith(told) and errors.count("Traceback") == bool(told), errors
+
+
+def test_an_interruption_while_workers_start(tmp_path, source):
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    process = _python(str(script), source, "", start_new_session=True)
+    while len(_children(process.pid)) < 3:  # two workers, and what tracks resources
+        time.sleep(0.01)
+    time.sleep(0.3)
+    children, began = _children(process.pid), time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    while _alive(children) and time.monotonic() - began < 10:
+        time.sleep(0.05)
+    assert not _alive(children) and time.monotonic() - began < 10
+    assert process.returncode != 0 and errors.count("Traceback") == 1 and "KeyboardInterrupt" in errors, errors
 
 
 def test_what_a_worker_cannot_do_is_raised_where_the_batch_is_asked_for(tmp_path):

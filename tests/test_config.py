@@ -167,6 +167,16 @@ def test_rope_checks(changes, words):
         (Compute, dict(chunk_size=-8), ("compute.chunk_size", -8, "power of two")),
         (DataConfig, dict(sequence_length=0), ("data.sequence_length", 0, "above 0")),
         (DataConfig, dict(batch_size=-2), ("data.batch_size", -2, "above 0")),
+        (DataConfig, dict(sequence_length=2**40), ("data.sequence_length", 2**40, "at most")),
+        (DataConfig, dict(packing="split", long_documents="drop"), ("data.long_documents", "'drop'", "split")),
+        (DataConfig, dict(source=()), ("data.source", "empty")),
+        (DataConfig, dict(source=("a=1", "b")), ("data.source 'b'", "NAME=WEIGHT")),
+        (DataConfig, dict(source=("a=1", "b=0")), ("data.source 'b=0'", "above 0")),
+        (DataConfig, dict(source=("a=1", "b=nan")), ("data.source 'b=nan'", "above 0")),
+        (DataConfig, dict(source=("a=1", "a=2")), ("data.source", "'a' twice")),
+        (DataConfig, dict(source=("a=1e300", "b=1e-300")), ("data.source", "1,000,000 times")),
+        (DataConfig, dict(prompt_field="a", messages_field="b"), ("data.prompt_field", "'a'", "'b'", "one")),
+        (DataConfig, dict(roles=()), ("data.roles", "empty")),
         (DataConfig, dict(held_out=0.0), ("data.held_out", "0.0", "between 0 and 1")),
         (DataConfig, dict(held_out=1.0), ("data.held_out", "1.0", "between 0 and 1")),
         (OptimizerConfig, dict(learning_rate=0.0), ("optimizer.learning_rate", "0.0", "above 0")),
@@ -225,3 +235,9 @@ def test_a_batch_is_cut_into_equal_parts():
 )
 def test_numbers_must_be_finite(make, name, value):
     _refused(make, name, value, **{name: float(value)})
+
+
+def test_weights_are_hundredths_of_the_smallest():
+    assert DataConfig(source=("x/year=2024",)).weights == {"x/year=2024": 100}
+    assert DataConfig(source=("a=3", "b=1")).weights == {"a": 300, "b": 100}
+    assert DataConfig(source=("a=0.5", "b c=0.7", "d=e=0.6")).weights == {"a": 100, "b c": 140, "d=e": 120}

@@ -33,8 +33,10 @@ def test_texts_are_told_and_fingerprinted(tmp_path):
         f"left out of {a}: 1 empty",
     ]
     assert len(one.held_out_text) == 120
+    (tmp_path / "a" / "short.txt").write_text("short")
     (dropped,) = read((a,), packing="best_fit", long_documents="drop")
-    assert "8 dropped (488 tokens lost)" in next(iter(dropped.describe()))
+    assert ", 8 dropped (488 tokens lost)" in next(iter(dropped.describe()))
+    assert dropped.train.facts.tokens == 6
     assert dropped.held_out.facts.dropped == 0  # what is measured is the whole
     sources = [(a,), (b,), (f"{a}=1", f"{b}=1"), (f"{a}=2", f"{b}=2"), (f"{a}=2", f"{b}=1"), (f"{b}=1", f"{a}=1")]
     prints = [text_fingerprint(read(source)) for source in sources]
@@ -52,3 +54,25 @@ def test_texts_are_told_and_fingerprinted(tmp_path):
 def test_a_seed_outside_uint32_is_refused(seed):
     with pytest.raises(InputError, match=r"seed: .*from 0 to 4294967295"):
         read_texts(_config(), ByteTokenizer(), 257, seed)
+
+
+def _records(path, prompt, completion, count=20):
+    path.write_text("".join(f'{{"prompt": "{prompt}", "text": "{completion}"}}\n' for _ in range(count)))
+    return (str(path),)
+
+
+def test_a_text_of_which_nothing_is_left_to_learn_is_refused(tmp_path):
+    source = _records(tmp_path / "a.jsonl", "p" * 60, "abc")
+
+    def read(**changes):
+        config = _config(16, source=source, prompt_field="prompt", held_out=0.2, packing="none", **changes)
+        return read_texts(config, ByteTokenizer(), 257, 0)
+
+    with pytest.raises(InputError, match=r"no token of .*a\.jsonl is left to learn"):
+        read(long_documents="truncate")
+    with pytest.raises(
+        InputError, match=r"data\.long_documents drop leaves nothing of .*a\.jsonl: each .* 16; allowed"
+    ):
+        read(long_documents="drop")
+    (text,) = read()
+    assert next(iter(text.describe())).endswith("0 dropped; 6.25% of tokens learnt")  # 4 of 64

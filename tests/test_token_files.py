@@ -253,6 +253,21 @@ BESIDE = {
 }
 
 
+def _without_settings(folder):
+    (folder / "a.bin.json").unlink()
+
+
+BESIDE[r"a\.bin\.json: not a readable JSON file .*No such file"] = _without_settings
+
+
+def test_what_stands_beside_a_file_is_found_through_a_link(folder):
+    _write(folder, "a.bin")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "b.bin").symlink_to(folder / "a.bin")
+    one, other = _read(folder / "a.bin"), _read(folder / "elsewhere" / "b.bin")
+    assert one.train.fingerprint == other.train.fingerprint and other.train.corpus.text_bytes is not None
+
+
 def _edit(folder, **values):
     path = folder / "a.bin.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -271,7 +286,9 @@ def test_a_file_that_changes_is_another(folder):
     assert len(prints) == 3
 
 
-@pytest.mark.parametrize("journal", ["{", "{}", '{"settings": "{}", "more": 1}', '{"settings": 1}'])
+@pytest.mark.parametrize(
+    "journal", ["{", "{}", '{"settings": "3"}', '{"settings": "{}", "more": 1}', '{"settings": 1}']
+)
 def test_a_damaged_journal_is_refused(folder, journal):
     (folder / "a.bin.journal").write_text(journal)
     with pytest.raises(InputError, match=r"a\.bin\.journal") as error:
@@ -296,11 +313,13 @@ def test_the_command(folder, capsys):
     with pytest.raises(InputError, match=r"out\.bin is there already; allowed: another name, or --overwrite"):
         command.main(arguments)
     command.main([*arguments, "--overwrite"])
+    (folder / "dir.bin").mkdir()
     for bad, message in (
         ([], "required: tokenize"),
         (["train"], "invalid choice: 'train'"),
         (["tokenize", "x"], "required: out"),
         (["tokenize", str(folder / "text"), "out.txt"], r"out\.txt must end in \.bin"),
+        (["tokenize", str(folder / "text"), str(folder / "dir.bin"), "--overwrite"], r"dir\.bin must .* be no folder"),
         (["tokenize", str(folder / "none"), str(folder / "b.bin")], "no text in"),
         (["tokenize", str(folder / "out.bin"), str(folder / "b.bin")], "holds token files already"),
     ):

@@ -172,6 +172,7 @@ def merge(table: dict, changes: dict) -> None:
 BAD_CONFIGS = {
     "model.hidden_sizes = 3": "unknown key hidden_sizes; allowed: vocab_size, hidden_size",
     "data.batch_size = 2.5": "2.5 is not an int",
+    'data.roles = "assistant"': "'assistant' is not a list",
     "run.folder = 3": "3 is not a str",
     "model.layer_types = ['full_attention']": "layer_types has 1 entries; num_hidden_layers is 4",
     "model.num_key_value_heads = 3": "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3",

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection, parent_process
+from contextlib import contextmanager, nullcontext
+from multiprocessing import connection, parent_process, resource_tracker
 from typing import Any
 
 import grain
@@ -43,6 +44,17 @@ def _ready_worker(*_: int) -> None:
         threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Signals reach this process afterwards, and processes that start meanwhile never."""
+    resource_tracker.ensure_running()  # when it starts, it lets them through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class TrainBatches:
     """Endless batches, each source's rows every one once an epoch, each epoch in an order of its own.
 
@@ -63,8 +75,6 @@ class TrainBatches:
             f" data.sequence_length {config.sequence_length}; give more text, a smaller batch or a shorter sequence",
         )
         require(size % hosts == 0, f"data.batch_size is {size}; it must be a multiple of the {hosts} processes")
-        for number, (rows, _) in enumerate(texts):
-            require(len(rows) > 0, f"data.source: no row is left of source {number + 1}; give more text")
         shuffled = [
             grain.MapDataset.source(rows).shuffle(seed=_seed(seed, number)).repeat()
             for number, (rows, _) in enumerate(texts)
@@ -86,27 +96,24 @@ class TrainBatches:
         ahead = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=_AHEAD)
         # Batches are small, and shared memory would be left behind by what a stop finds on its way.
         batches = WithOptionsIterDataset(batches, DatasetOptions(min_shm_size=sys.maxsize))
-        iterator = iter(batches.mp_prefetch(ahead, worker_init_fn=_ready_worker))
-        # Held back here, a Ctrl-C never reaches the workers that start, and this process when they have.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            iterator.start_prefetch()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return iterator
+        return iter(batches.mp_prefetch(ahead, worker_init_fn=_ready_worker))
 
     def __iter__(self) -> "TrainBatches":
         return self
 
     def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = self._start()
         try:
-            batch = next(self._iterator)
+            if self._iterator is None:
+                self._iterator = self._start()
+                with _held_back() if self._workers else nullcontext():
+                    batch = next(self._iterator)  # workers start when they are asked for the first one
+            else:
+                batch = next(self._iterator)
         except OSError as error:  # each worker opens token files for itself
             raise InputError(f"data.source: cannot read {error.filename!r}: {error.strerror or error}") from error
         except RuntimeError as error:  # the system ends processes when memory runs out
-            raise InputError(f"data.workers: one of {self._workers} has ended ({error}); allowed: fewer") from error
+            told = str(error).split(". ")[0]
+            raise InputError(f"data.workers: one of {self._workers} has ended ({told}); allowed: fewer") from error
         self._consumed += self._size
         return batch
 

@@ -33,7 +33,10 @@ class Text:
             line = f"{side} {self.name}: {facts.documents:,} documents, {said}{int(corpus.lengths.sum()):,} tokens; "
             line += f"{len(rows):,} rows of {rows.sequence_length}, {facts.share:.2%} of them real; "
             line += f"{facts.cut:,} documents cut, {facts.dropped:,} dropped"
-            yield line + (f" ({facts.lost_tokens:,} tokens lost)" if facts.lost_tokens else "")
+            line += f" ({facts.lost_tokens:,} tokens lost)" if facts.lost_tokens else ""
+            yield line + (
+                f"; {rows.predictions / facts.tokens:.2%} of tokens learnt" if corpus.learnt is not None else ""
+            )
         if self.left_out.counts:
             yield f"left out of {self.name}: {self.left_out}"
 
@@ -57,9 +60,17 @@ def read_texts(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: 
         else:
             documents = split_documents(list(read_documents(name, config, left_out)), config.held_out, seed)
             sides = tuple(tokenize(side, tokenizer, vocab_size, left_out) for side in documents)
-            held_out_text = b"".join(document.learnt_text for document in documents[1])
+            if not left_out.counts["not UTF-8"]:  # of these the tokenizer has read nothing
+                held_out_text = b"".join(document.learnt_text for document in documents[1])
         train = Rows(sides[0], config.sequence_length, config.packing, config.long_documents)
         held_out = Rows(sides[1], config.sequence_length, config.packing)  # whole, whatever is dropped in training
+        require(
+            train.facts.dropped < train.facts.documents,
+            f"data.long_documents drop leaves nothing of {name}: each document is longer than data.sequence_length, "
+            f"{config.sequence_length}; allowed: split, truncate, or longer rows",
+        )
+        for rows in (train, held_out):
+            require(rows.predictions > 0, f"data.source: no token of {name} is left to learn; give longer rows or text")
         texts.append(Text(name, weight, train, held_out, held_out_text, left_out))
     return texts
 

@@ -98,6 +98,7 @@ def read_token_files(
     the tokenizer's end of text. Raises `InputError`, naming the file, for an id that is not below `vocab_size`, and if
     a file is empty, was made with another tokenizer, or does not agree with what stands beside it.
     """
+    paths = [path.resolve() for path in paths]  # what stands beside a file stands beside what a link names
     files, place = [_read_file(path, config, tokenizer, vocab_size) for path in paths], 0
     spans = []
     for path, file in zip(paths, files, strict=True):
@@ -124,7 +125,8 @@ def read_token_files(
 
 def _read_file(path: Path, config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _File:
     settings: dict[str, Any] = {}
-    if beside(path, SETTINGS).is_file():
+    left = [name for name in (DOCUMENTS, LEARNT) if beside(path, name).exists()]
+    if left or beside(path, SETTINGS).exists():
         settings = read_json(beside(path, SETTINGS))
         other = settings.get("tokenizer") != tokenizer.fingerprint
         require(not other, f"data.tokenizer: {path} was made with another than {config.tokenizer!r}; give that one")

@@ -50,7 +50,7 @@ def write_token_file(
     A run that was interrupted is gone on with by the same call. Raises `InputError` if the file is there or the source
     or a setting is another than the interrupted run's, unless `overwrite`, and if a document cannot be read.
     """
-    require(path.suffix == ".bin", f"{path} must end in .bin")
+    require(path.suffix == ".bin" and not path.is_dir(), f"{path} must end in .bin and be no folder")
     require(not token_files(source), f"{source!r} holds token files already; give text")
     settings = _settings(source, config, tokenizer)
     done, journal = _Progress(json.dumps(settings)), beside(path, JOURNAL)
@@ -58,6 +58,7 @@ def write_token_file(
         try:
             begun = structure(read_json(journal), _Progress)
             old = json.loads(begun.settings)
+            require(isinstance(old, dict), "its settings are no object")
         except ValueError as error:
             raise InputError(f"{journal} is damaged ({error}); remove it to begin anew") from error
         changed = [name for name in settings if old.get(name) != settings[name]]
