@@ -107,9 +107,8 @@ def _join(document: Document, parts: list[np.ndarray], end_of_text: int, vocab_s
     learnt = None
     if not all(part.learnt for part in document.parts):
         flags = [np.full(len(part), of.learnt) for part, of in zip(parts, document.parts, strict=True)]
-        learnt = np.concatenate(
-            [*flags, np.array([document.parts[-1].learnt])]
-        )  # the end of text goes with what it ends
+        flags.append(np.array([document.parts[-1].learnt]))  # the end of text goes with what it ends
+        learnt = np.concatenate(flags)
     return Encoded(tokens, learnt, len(document.learnt_text))
 
 

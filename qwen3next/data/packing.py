@@ -7,6 +7,7 @@ and an epoch is an order of the rows.
 import hashlib
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, SupportsIndex
 
 import grain
@@ -156,7 +157,7 @@ class Rows(grain.sources.RandomAccessDataSource[Row]):
         filling = {"input_ids": self.corpus.end_of_text, "labels": IGNORED_LABEL, "segment_ids": 0}
         return {key: np.full(self.sequence_length, value, np.int32) for key, value in filling.items()}
 
-    @property
+    @cached_property
     def predictions(self) -> int:
         """Labels of all rows that count."""
         if self.corpus.learnt is None:

@@ -52,7 +52,8 @@ def write_token_file(
     """
     require(path.suffix == ".bin" and not path.is_dir(), f"{path} must end in .bin and be no folder")
     require(not token_files(source), f"{source!r} holds token files already; give text")
-    settings = _settings(source, config, tokenizer)
+    sizes = {file: file.stat().st_size for file in find_files(source)}
+    settings = _settings(source, sizes, config, tokenizer)
     done, journal = _Progress(json.dumps(settings)), beside(path, JOURNAL)
     if journal.is_file():
         try:
@@ -69,9 +70,11 @@ def write_token_file(
         require(overwrite or not path.exists(), f"{path} is there already; allowed: another name, or --overwrite")
     left_out, unreadable = LeftOut(config.on_error), LeftOut(config.on_error)
     unreadable.counts.update(done.unreadable)
-    total = sum(file.stat().st_size for file in find_files(source))
     try:
-        with _Writer(path, done, settings) as writer, transfer(f"tokenized {source}", total, summary=True) as advance:
+        with (
+            _Writer(path, done, settings) as writer,
+            transfer(f"tokenized {source}", sum(sizes.values()), summary=True) as advance,
+        ):
             documents = _skipping(read_documents(source, config, left_out), done.read, advance)
             for one in encode(documents, tokenizer, tokenizer.vocab_size, unreadable):
                 writer.add(one)
@@ -84,9 +87,9 @@ def write_token_file(
         raise InputError(f"{path} cannot be written ({error})") from error
 
 
-def _settings(source: str, config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the file will hold depends on these alone."""
-    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in find_files(source)]
+def _settings(source: str, sizes: dict[Path, int], config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the file will hold depends on these alone. `sizes`: the source's files and how many bytes each has."""
+    files = [(str(file), size, file.stat().st_mtime_ns) for file, size in sizes.items()]
     return {
         "dtype": "uint16" if tokenizer.vocab_size <= 2**16 else "uint32",
         "tokenizer": tokenizer.fingerprint,
