@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     require(not clashing, f"{' '.join(clashing)}: the choices to compare are given by --remat")
     config = parse([argv[0], arguments.config, *overrides])
     choices = split_choices(arguments.remat)
-    batches: list[int | None] = [None if arguments.topology else config.data.batch_size]
+    batches: list[int | None] = [None]
     if arguments.batch:
         batches = [*split_numbers("--batch", arguments.batch)]
     lengths = split_numbers("--length", arguments.length or [str(config.data.sequence_length)])
@@ -153,13 +153,14 @@ def main(argv: list[str]) -> int:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 140
     grid = [(batch, length, choice) for batch in batches for length in lengths for choice in choices]
+    default = "default" if arguments.topology else config.data.batch_size
     reporter, rows, plain_flops = Reporter(console, len(grid)), list[Facts](), dict[tuple[int | None, int], int]()
     digest = hashlib.sha256(dump_config(config).encode()).hexdigest()[:16]
     interrupted = False
     try:
         with lines, reporter.bar:
             for batch, length, choice in grid:
-                name, started = f"{choice}, {batch or 'default'} x {length}", time.perf_counter()
+                name, started = f"{choice}, {batch or default} x {length}", time.perf_counter()
                 reporter.begin(name)
                 request = make_request(config, choice, batch, length, arguments, plain_flops.get((batch, length)))
                 row: Facts = {"choice": str(choice), "batch": batch, "length": length, "config": digest}

@@ -117,7 +117,7 @@ def main() -> int:
         straight, killed = (make_config(folder, name, args.steps) for name in ("straight", "killed"))
         seconds, kills, resumed = 1 + run_straight(straight, folder / "straight"), 0, []
         while kills < args.kills:
-            in_save = kills % 2 == 1
+            in_save = kills % 2 == 0
             if not kill_once(killed, folder / "killed", seconds, in_save, rng):
                 print("the run ended before the next kill; more --steps are needed")
                 return 1

@@ -21,19 +21,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from qwen3next.cli import parse_config
+from qwen3next.collectives import network_facts
 from qwen3next.config import TrainConfig
 from qwen3next.errors import exit_on_input_error, require
 from qwen3next.jaxprs import remat_regions
+from qwen3next.mesh import ROWS, check_mesh, make_mesh, place, row_shards, shardings
 from qwen3next.optim import optimizer
 from qwen3next.remat import Remat
 from qwen3next.report import jaxpr_flops
 from qwen3next.residuals import saved_values
-from qwen3next.sharding import batch_sharding, fsdp_mesh, shardings
 from qwen3next.tpu import topology_devices
-from qwen3next.training import initial_state, make_train_step
+from qwen3next.training import draw_state, initial_state, make_train_step
 
 _STATISTICS = {
     "temporaries": "temp_size_in_bytes",
@@ -92,17 +94,19 @@ def measure(request: Request) -> Iterator[Facts]:
     Raises `InputError` for a topology that is unknown and rows that do not divide.
     """
     config = parse_config(request.config, "the config")
-    machine = topology_devices(request.topology) if request.topology else None
-    devices = len(machine) if machine else 1
-    if machine and config.compute.dispatch == "auto":
-        config = dataclasses.replace(config, compute=dataclasses.replace(config.compute, dispatch="ragged"))
+    machine = topology_devices(request.topology) if request.topology else jax.devices()
+    devices = len(machine)
+    sizes = config.mesh.sizes(devices)
+    shards = row_shards(sizes)
+    if request.topology:
+        config = dataclasses.replace(config, compute=dataclasses.replace(config.compute, platform="tpu"))
     total, parts = config.data.batch_size, config.run.accumulate
-    require(
-        request.batch is not None or total % devices == 0,
-        f"data.batch_size is {total}; it must be a multiple of the {devices} devices, or give --batch",
-    )
-    rows = request.batch or total // devices
+    if request.batch is None:
+        check_mesh(config, sizes)
+    rows = request.batch or total // shards
     require(rows % parts == 0, f"a batch of {rows} rows a device; it must be a multiple of run.accumulate, {parts}")
+    config = _with_rows(config, rows * shards)
+    check_mesh(config, sizes)
     names = ("jax", "jaxlib", "libtpu") if request.topology else ("jax", "jaxlib")
     versions = {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
     yield {
@@ -112,51 +116,49 @@ def measure(request: Request) -> Iterator[Facts]:
         "versions": versions,
     }
 
-    local = _with_rows(config, rows)
+    saved = saved_values(config.model, config.compute, rows // parts, config.data.sequence_length)
+    yield {"saved": {kind: [value._asdict() for value in values] for kind, values in saved.items()}}
+
+    mesh = make_mesh(config.mesh, machine) if devices > 1 else None
     begin = partial(initial_state, config, _transform(config))
     state, frozen = eqx.filter_eval_shape(begin, jax.random.key(config.run.seed))
-    traced = _trace(local, state, frozen)
-    flops, plain_flops = jaxpr_flops(traced.jaxpr.jaxpr), request.plain_flops
-    if plain_flops is None:
-        plain = dataclasses.replace(local, compute=dataclasses.replace(config.compute, remat=Remat("none")))
-        plain_flops = jaxpr_flops(_trace(plain, state, frozen).jaxpr.jaxpr)
-    saved = saved_values(config.model, config.compute, rows // parts, config.data.sequence_length)
-    yield {
-        "flops": flops,
-        "plain_flops": plain_flops,
-        "recompute": flops / plain_flops - 1,
-        "regions": remat_regions(traced.jaxpr.jaxpr),
-        "saved": {kind: [value._asdict() for value in values] for kind, values in saved.items()},
-    }
-
-    mesh = fsdp_mesh(machine) if machine else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
+        how: dict[str, Any] = {}
         if mesh:
             places = shardings(state, mesh)
-            given = (shardings(frozen, mesh), batch_sharding(mesh))
-            whole = _with_rows(config, rows * devices)
-            traced = _trace(whole, state, frozen, in_shardings=(given, places), out_shardings=(places, None))
+            given = (shardings(frozen, mesh), NamedSharding(mesh, ROWS))
+            how = {"in_shardings": (given, places), "out_shardings": (places, None)}
+        traced = _trace(config, state, frozen, **how)
+        flops, plain_flops = jaxpr_flops(traced.jaxpr.jaxpr), request.plain_flops
+        if plain_flops is None:
+            plain = dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=Remat("none")))
+            plain_flops = jaxpr_flops(_trace(plain, state, frozen).jaxpr.jaxpr)
+        yield {
+            "flops": flops,
+            "plain_flops": plain_flops,
+            "recompute": flops / plain_flops - 1,
+            "regions": remat_regions(traced.jaxpr.jaxpr),
+        }
         lowered, started = traced.lower(), time.perf_counter()
         compiled = lowered.compile()
-    seconds, found = time.perf_counter() - started, compiled.memory_analysis()
-    facts: Facts = {name: getattr(found, field, 0) or None for name, field in _STATISTICS.items()}
-    yield facts | {"peak": peak_bytes(facts), "compile_seconds": seconds}
-    if request.steps:
-        yield _run(compiled, local, request.steps)
+        seconds, found = time.perf_counter() - started, compiled.memory_analysis()
+        facts: Facts = {name: getattr(found, field, 0) or None for name, field in _STATISTICS.items()}
+        yield facts | {"peak": peak_bytes(facts), "compile_seconds": seconds}
+        if mesh:
+            yield network_facts(compiled.as_text())
+        if request.steps:
+            yield _run(compiled, config, request.steps)
 
 
 def _run(compiled: Any, config: TrainConfig, steps: int) -> Facts:
     """Steps on random tokens, the same for each choice; the first, which warms up, is not timed."""
-    begin = jax.jit(
-        partial(initial_state, config, _transform(config)), compiler_options={"xla_backend_optimization_level": 0}
-    )
-    state, frozen = begin(jax.random.key(config.run.seed))
+    state, frozen = draw_state(config, _transform(config), jax.random.key(config.run.seed))
     rng, losses, seconds = np.random.default_rng(config.run.seed), list[float](), list[float]()
     rows, length = config.data.batch_size, config.data.sequence_length
     for _ in range(steps + 1):
         ids = rng.integers(config.model.vocab_size, size=(rows, length + 1), dtype=np.int32)
         arrays = (ids[:, :-1], ids[:, 1:], np.ones((rows, length), np.int32))
-        batch = {name: jnp.asarray(array) for name, array in zip(_BATCH, arrays, strict=True)}
+        batch = place(dict(zip(_BATCH, arrays, strict=True)))
         started = time.perf_counter()
         state, metrics = compiled((frozen, batch), state)
         losses.append(float(metrics["loss"]))

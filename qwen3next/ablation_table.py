@@ -24,6 +24,7 @@ COMPARED = (
     "code",
     "peak",
     "flops",
+    "network",
     "compile_seconds",
     "step_seconds",
 )
@@ -118,14 +119,15 @@ _COLUMNS = (
     _Column("recompute", _figure("recompute", lambda value: f"{value:+.1%}"), 0),
     _Column("step", _figure("step_seconds", lambda value: f"{value:.3f} s", True), 2),
     _Column("loss differs", _figure("loss_difference", lambda value: f"{value:.1e}"), 3),
-    _Column("FLOPs", _figure("flops", lambda value: f"{value:.3g}"), 5),
-    _Column("units", _figure("regions", str), 4),
-    _Column("compile", _figure("compile_seconds", lambda value: f"{value:.0f} s"), 6),
-    _Column("arguments", _figure("arguments", human_bytes), 8),
-    _Column("outputs", _figure("outputs", human_bytes), 10),
-    _Column("aliased", _figure("aliased", human_bytes), 9),
-    _Column("code", _figure("code", human_bytes), 7),
-    _Column("host", _figure("host_temporaries", human_bytes), 11),
+    _Column("network", _figure("network", human_bytes, True), 4),
+    _Column("FLOPs", _figure("flops", lambda value: f"{value:.3g}"), 6),
+    _Column("units", _figure("regions", str), 5),
+    _Column("compile", _figure("compile_seconds", lambda value: f"{value:.0f} s"), 7),
+    _Column("arguments", _figure("arguments", human_bytes), 9),
+    _Column("outputs", _figure("outputs", human_bytes), 11),
+    _Column("aliased", _figure("aliased", human_bytes), 10),
+    _Column("code", _figure("code", human_bytes), 8),
+    _Column("host", _figure("host_temporaries", human_bytes), 12),
 )
 
 
@@ -166,7 +168,7 @@ def _kept(row: Facts) -> list[Facts]:
 
 
 def show(rows: list[Facts], console: Console) -> None:
-    """Tables of what the choices cost, what they keep, and of their losses; then of failures and largest buffers."""
+    """Tables of what the choices cost, what they keep, and of their losses; then failures, largest buffers, network."""
     console.print(_table("cost of one device's step", _COLUMNS, rows, console))
     kept = [line for row in rows for line in _kept(row)]
     columns = (
@@ -193,6 +195,14 @@ def show(rows: list[Facts], console: Console) -> None:
             console.print(f"largest temporaries of {start}:", markup=False)
         for buffer in row.get("largest", ()):
             text = f"  {human_bytes(buffer['bytes'])} {buffer['shape']} {buffer['operation']}"
+            console.print(text, markup=False, overflow="ellipsis", no_wrap=True)
+        if row.get("collectives"):
+            console.print(f"received over the network in a step of {start}:", markup=False)
+        for collective in row.get("collectives", ()):
+            text = f"  {human_bytes(collective['bytes'])} by {collective['count']} x {collective['kind']}"
+            if collective["open_loops"]:
+                text += f" at least ({collective['open_loops']} loops of unknown length, each counted once)"
+            text += f", most for {collective['operations'][0]}"
             console.print(text, markup=False, overflow="ellipsis", no_wrap=True)
 
 

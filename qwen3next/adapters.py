@@ -29,6 +29,7 @@ from jaxtyping import Float
 from qwen3next.errors import InputError, require
 from qwen3next.factors import Factors, factors_of
 from qwen3next.hf import EMBED, HEAD, table
+from qwen3next.hosts import leads
 from qwen3next.lora import strip
 from qwen3next.model import Qwen3Next
 from qwen3next.structure import read_json
@@ -152,6 +153,8 @@ def save_adapter(
     """
     folder, factors = Path(folder), factors_of(model)
     require(bool(factors), "the model has no adapters to save")
+    if not leads():
+        return
     if model.lm_head is None and EMBED in factors:
         factors[HEAD] = factors[EMBED]
     tensors, kinds = _spell(factors)

@@ -10,9 +10,10 @@ from qwen3next.cache import AttentionCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context
 from qwen3next.linear import AbstractLinear, Linear
-from qwen3next.mixer import AbstractMixer
+from qwen3next.mixer import AbstractMixer, MixerStats, mixer_stats
 from qwen3next.norms import RMSNorm
 from qwen3next.rotary import rotate
+from qwen3next.softmax import attend
 
 
 class GatedAttention(AbstractMixer[AttentionCache]):
@@ -43,13 +44,13 @@ class GatedAttention(AbstractMixer[AttentionCache]):
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], context: Context, cache: AttentionCache | None
-    ) -> tuple[Float[Array, "batch seq hidden"], AttentionCache | None]:
+    ) -> tuple[Float[Array, "batch seq hidden"], AttentionCache | None, MixerStats]:
         c, (batch, seq, _) = self.config, x.shape
-        heads = (batch, seq, c.num_attention_heads, -1)
+        heads, kv_heads = (batch, seq, -1, 2 * c.head_dim), (batch, seq, -1, c.head_dim)  # as many as this device has
         with jax.named_scope("projections"):
             q, gate = jnp.split(checkpoint_name(self.q_proj(x), "q_proj").reshape(*heads), 2, axis=-1)
-            k = checkpoint_name(self.k_proj(x), "k_proj").reshape(batch, seq, c.num_key_value_heads, c.head_dim)
-            v = checkpoint_name(self.v_proj(x), "v_proj").reshape(batch, seq, c.num_key_value_heads, c.head_dim)
+            k = checkpoint_name(self.k_proj(x), "k_proj").reshape(*kv_heads)
+            v = checkpoint_name(self.v_proj(x), "v_proj").reshape(*kv_heads)
             q = rotate(self.q_norm(q), context.cos, context.sin)
             k = rotate(self.k_norm(k), context.cos, context.sin)
             q, k = (checkpoint_name(y, "attention_qk") for y in (q, k))
@@ -58,9 +59,8 @@ class GatedAttention(AbstractMixer[AttentionCache]):
             k = jax.lax.dynamic_update_slice(cache.key, k, at)
             v = jax.lax.dynamic_update_slice(cache.value, v, at)
             cache = AttentionCache(k, v)
-        with jax.named_scope("attention"), jax.numpy_dtype_promotion("standard"):  # jax's own code counts on it
-            mask = context.attention_mask(seq)[:, None]
-            out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=c.head_dim**-0.5)
-            out = checkpoint_name(out, "attention_out")
-        out = (out * jax.nn.sigmoid(gate)).reshape(batch, seq, -1)
-        return self.o_proj(out), cache
+        with jax.named_scope("attention"):
+            out = attend(q, k, v, context)
+        gate = jax.nn.sigmoid(gate)
+        stats = mixer_stats(jnp.mean(gate, axis=-1), None, context)
+        return self.o_proj((out * gate).reshape(batch, seq, -1)), cache, stats

@@ -15,6 +15,7 @@ from qwen3next.errors import InputError, require
 from qwen3next.factors import with_adapters
 from qwen3next.hf import load_pretrained
 from qwen3next.hf_config import read_config, read_end_of_text, spelled_out
+from qwen3next.mesh import leaf_sharding
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.run_folder import CONFIG, TOKENIZER, WEIGHTS, is_run, load_run, load_weights
 from qwen3next.structure import read_json
@@ -68,15 +69,15 @@ def check_base(folder: Path, config: ModelConfig, role: str) -> ModelConfig:
 
 
 def load_base(folder: Path, config: ModelConfig, role: str) -> Qwen3Next:
-    """The model of either kind of folder, as a start for `config`: with its dtype and settings.
+    """The model of either kind of folder, as a start for `config`: with its dtype and settings, in a mesh that is set.
 
     Raises `InputError` as `check_base` does, and for damage.
     """
     held = check_base(folder, config, role)
     dtype = None if held.dtype == config.dtype else config.dtype
     if is_run(folder):
-        return load_weights(folder / WEIGHTS, abstract_model(config), dtype)
-    model = load_pretrained(folder, dtype)
+        return load_weights(folder / WEIGHTS, abstract_model(config), dtype, leaf_sharding)
+    model = load_pretrained(folder, dtype, sharding=leaf_sharding)
     tied = model.lm_head is None
     require(
         tied == config.tie_word_embeddings,

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from qwen3next.ablation import Facts, Request, peak_bytes
+from qwen3next.collectives import network_facts
 from qwen3next.errors import InputError
 from qwen3next.tpu import compile_environment, dumped_files, read_buffers
 
@@ -31,15 +32,18 @@ def _told(returncode: int, errors: str) -> str:
 
 
 class _Dump:
-    """What the compiler writes about its buffers into a folder."""
+    """What the compiler writes about its buffers and its program into a folder."""
 
     def __init__(self, folder: Path):
         self._folder, self._size = folder, 0
 
     def read(self) -> Facts:
-        """Bytes by use, and the largest buffers; nothing if the files are not there."""
+        """Bytes by use, the largest buffers, and what goes over the network; nothing if the files are not there."""
         files = dumped_files(self._folder)
-        return read_buffers(*(path.read_text("utf-8", "replace") for path in files)) if files else {}
+        if not files:
+            return {}
+        assignment, program = (path.read_text("utf-8", "replace") for path in files)
+        return read_buffers(assignment, program) | network_facts(program)
 
     def settled(self) -> bool:
         """Whether the files are there and have not grown since the last call."""

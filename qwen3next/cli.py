@@ -33,6 +33,7 @@ _REQUIRED = (
     "num_experts",
 )
 _SHORT = {"--resume": "--run.resume", "--dry-run": "--run.dry-run", "--lora.dry-run": "--run.dry-run"}
+_SHORT |= {"--compile-only": "--run.compile-only", "--topology": "--run.topology"}
 
 
 def _base_model(folder: Path) -> ModelConfig:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import jax
+
 from qwen3next.errors import require, require_choice, require_positive
 from qwen3next.remat import Remat
 
@@ -12,9 +14,12 @@ MlpKind = Literal["moe", "dense"]
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Dtype = Literal["float32", "bfloat16"]  # of computation
 StoredDtype = Literal["float32", "bfloat16", "float16"]  # of parameters
-Dispatch = Literal["auto", "dense", "blocks", "ragged"]
+Dispatch = Literal["auto", "dense", "blocks", "ragged", "all_to_all"]
+Platform = Literal["auto", "cpu", "gpu", "tpu"]
+AttentionKind = Literal["auto", "plain", "splash", "cudnn"]
 Resume = Literal["auto", "never", "must"]
 OnError = Literal["fail", "skip"]
+Overflow = Literal["repeat", "drop"]
 PackingKind = Literal["split", "first_fit", "best_fit", "none"]
 LongDocuments = Literal["split", "truncate", "drop"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -228,23 +233,82 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the model is computed: nothing here changes what it computes, beyond rounding.
+    """How the model is computed. Only `on_overflow` "drop" changes what is computed; all else changes rounding.
 
     `dtype` is that of activations and products. `unroll` writes the layers out instead of scanning over them.
-    `dispatch` is how tokens meet experts: `auto` is `blocks` on a CPU and `ragged` elsewhere.
+    `chunk_size` is that of the gated delta rule; `delta_parts`: parts of a layer's heads that it computes one after
+    another, each a unit of rematerialisation, so that only one part's intermediates are there at a time.
+    `dispatch` is how tokens meet experts: `auto` is `all_to_all` where the mesh has an expert axis, `blocks` on a CPU
+    and `ragged` elsewhere. Of `all_to_all`, `capacity_factor` is how many rows a device has room for from each other,
+    by the number in perfect balance, and `on_overflow` what becomes of the rest: `repeat` sends it in further passes,
+    so that none is dropped, `drop` drops it. `expert_chunks`: parts of a device's tokens that are sent one after
+    another, each in buffers of its size. `platform` is what kernels are chosen for; `auto`: what this process runs on.
+    `attention` is how softmax attention is computed (`softmax.py`): `auto` is `splash` on a TPU, `cudnn` on an NVIDIA
+    GPU, and `plain` elsewhere, for sizes that the kernel does not take, and wherever there is a cache.
     """
 
     dtype: Dtype = "float32"
     remat: Remat = field(default_factory=Remat)
     chunk_size: int = 64
+    delta_parts: int = 1
     dispatch: Dispatch = "auto"
+    capacity_factor: float = 1.25
+    on_overflow: Overflow = "repeat"
+    expert_chunks: int = 1
+    attention: AttentionKind = "auto"
     unroll: bool = False
+    platform: Platform = "auto"
 
     def __post_init__(self) -> None:
         require_choice("compute.dtype", self.dtype, Dtype)
         require_choice("compute.dispatch", self.dispatch, Dispatch)
+        require_choice("compute.on_overflow", self.on_overflow, Overflow)
+        require_choice("compute.platform", self.platform, Platform)
+        require_positive("compute", capacity_factor=self.capacity_factor, expert_chunks=self.expert_chunks)
+        require_positive("compute", delta_parts=self.delta_parts)
+        require_choice("compute.attention", self.attention, AttentionKind)
         size = self.chunk_size
         require(size > 0 and size & (size - 1) == 0, f"compute.chunk_size is {size}; it must be a power of two")
+
+    @property
+    def target(self) -> str:
+        """The platform that kernels are chosen for."""
+        return jax.default_backend() if self.platform == "auto" else self.platform
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along four axes; one axis may be -1, which takes those that are left.
+
+    The rows of a batch lie over `data`, `fsdp` and `expert`. Parameters and optimizer state are cut over `fsdp` and
+    `expert` and are alike along `data`; routed experts stay on their devices of the `expert` axis. Heads, widths and
+    the vocabulary are cut over `tensor`. `distributed` joins the processes of several hosts (`jax.distributed`).
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    tensor: int = 1
+    distributed: bool = False
+
+    def __post_init__(self) -> None:
+        for name, size in self.given.items():
+            require(size > 0 or size == -1, f"mesh.{name} is {size}; it must be above 0, or -1 for what is left")
+        rest = [name for name, size in self.given.items() if size == -1]
+        require(len(rest) <= 1, f"mesh: {' and '.join(rest)} are -1; one axis at most takes what is left")
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The sizes as they were given."""
+        return {"data": self.data, "fsdp": self.fsdp, "expert": self.expert, "tensor": self.tensor}
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """The size of each axis for this many devices. Raises `InputError` if they do not come out even."""
+        named = math.prod(size for size in self.given.values() if size > 0)
+        even = devices % named == 0 if -1 in self.given.values() else devices == named
+        shape = " x ".join(f"{name} {size}" for name, size in self.given.items())
+        require(even, f"mesh {shape} does not come out even with {devices} devices; allowed: sizes whose product does")
+        return {name: size if size > 0 else devices // named for name, size in self.given.items()}
 
 
 @dataclass(frozen=True)
@@ -383,7 +447,8 @@ class RunConfig:
     refuse (`never`), or go on and nothing else (`must`). `overwrite`: begin anew in its place.
     `save_every`: steps between saved states, of which the last `keep` stay, and the one with the lowest held-out loss.
     `init_from`: a run or Hugging Face folder whose weights the run begins with. `dry_run`: print what would be trained,
-    and how, and stop.
+    and how, where it would lie, and stop. `compile_only`: compile the step, print what it costs, and stop; for the TPU
+    machine that `topology` names, such as v5p-256, or else for the devices that are here.
     """
 
     folder: str = "runs/default"
@@ -392,6 +457,7 @@ class RunConfig:
     seed: int = 0
     steps: int = 1000
     accumulate: int = 1
+    z_loss_coef: float = 0.0
     log_every: int = 10
     eval_every: int = 200
     eval_batches: int = 4
@@ -402,14 +468,20 @@ class RunConfig:
     wandb: Literal["off", "offline", "online"] = "offline"
     init_from: str = ""
     dry_run: bool = False
+    compile_only: bool = False
+    topology: str = ""
 
     def __post_init__(self) -> None:
         names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every", "keep")
         require_positive("run", **{name: getattr(self, name) for name in names})
         require(self.sample_tokens >= 0, f"run.sample_tokens is {self.sample_tokens}; it must not be negative")
+        coefficient = self.z_loss_coef
+        require(0 <= coefficient < math.inf, f"run.z_loss_coef is {coefficient}; it must not be negative, nor infinite")
         require(self.seed >= 0, f"run.seed is {self.seed}; it must not be negative")
         require_choice("run.resume", self.resume, Resume)
         require(bool(self.folder), "run.folder is empty; it must name a folder")
+        only = self.compile_only or self.dry_run or not self.topology
+        require(only, f"run.topology is {self.topology!r}: that machine is not here; add --compile-only or --dry-run")
 
 
 @dataclass(frozen=True)
@@ -420,6 +492,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     compute: Compute = field(default_factory=Compute)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -49,19 +49,21 @@ class Context(eqx.Module):
     slots: Slots | None
     compute: Compute = eqx.field(static=True)
 
-    def attention_mask(self, seq: int) -> Bool[Array, "#batch seq slot"]:
-        """A token sees the slots up to its own that hold its document."""
+    def attention_mask(self, queries: Int[Array, " rows"]) -> Bool[Array, "#batch rows slot"]:
+        """Rows of the mask, those of the call's tokens `queries`: each sees the slots up to its own of its document."""
+        seq = self.cos.shape[1]
         if self.slots is not None:
             held, offset = self.slots.documents, self.slots.offset
         elif self.packing is not None:
             held, offset = self.packing.documents, 0
         else:
-            return jnp.tril(jnp.ones((1, seq, seq), bool))
-        causal = jnp.arange(held.shape[1])[None, :] <= offset + jnp.arange(seq)[:, None]
+            return jnp.arange(seq)[None, None, :] <= queries[None, :, None]
+        causal = jnp.arange(held.shape[1])[None, :] <= offset + queries[:, None]
         if self.packing is not None:
             own = self.packing.documents
         else:  # all tokens belong to the document that the last slot belongs to
             own = jax.lax.dynamic_slice_in_dim(held, offset, seq, axis=1)
+        own = own[:, queries]
         return causal & (held[:, None, :] == own[:, :, None]) & (own > 0)[:, :, None]
 
 

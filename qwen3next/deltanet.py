@@ -1,5 +1,7 @@
 """Gated DeltaNet, the linear mixer: projections, a short convolution, the gated delta rule, a gated norm."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,50 @@ from qwen3next.cache import DeltaNetCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context, Packing
 from qwen3next.delta_rule import gated_delta_rule
+from qwen3next.jaxprs import INTERNAL
 from qwen3next.linear import AbstractLinear, Linear, normal
-from qwen3next.mixer import AbstractMixer
+from qwen3next.mixer import AbstractMixer, MixerStats, mixer_stats
 from qwen3next.norms import GatedRMSNorm, l2_norm
+from qwen3next.shards import own_part
+
+
+def _since(x: Array, age: Array | None, back: int) -> Array:
+    """0 where a document began less than `back` tokens ago."""
+    return x if age is None or back == 0 else jnp.where((age >= back)[..., None], x, 0)
+
+
+def _taps(history: Array, kernel: Array, age: Array | None) -> list[tuple[int, Array]]:
+    """For each tap how far back it looks and what it sees."""
+    taps = kernel.shape[0]
+    seq = history.shape[1] - taps + 1
+    backs = range(taps - 1, -1, -1)
+    return [(back, _since(history[:, taps - 1 - back : taps - 1 - back + seq], age, back)) for back in backs]
+
+
+@jax.custom_vjp
+def _weigh(history: Array, kernel: Array, age: Array | None) -> Array:
+    """`y_t = sum_j kernel[j] history[t + j]` within documents.
+
+    Its derivative is written out since it needs the history alone: JAX would keep what each tap sees, and its mask.
+    """
+    return sum(
+        (past * kernel[tap] for tap, (_, past) in enumerate(_taps(history, kernel, age))),
+        start=jnp.zeros((), history.dtype),
+    )
+
+
+def _weigh_backward(kept: tuple[Array, Array, Array | None], cotangent: Array) -> tuple[Array, Array, None]:
+    history, kernel, age = kept
+    d_history, d_kernel = jnp.zeros_like(history), []
+    for tap, (back, past) in enumerate(_taps(history, kernel, age)):
+        product = jnp.einsum("bsc,bsc->c", past, cotangent, preferred_element_type=jnp.float32)
+        d_kernel.append(product.astype(kernel.dtype))
+        d_past = _since(cotangent * kernel[tap], age, back)
+        d_history = d_history + jnp.pad(d_past, ((0, 0), (tap, back), (0, 0)))
+    return d_history, jnp.stack(d_kernel), None
+
+
+_weigh.defvjp(lambda *args: (_weigh(*args), args), _weigh_backward)
 
 
 def short_convolution(
@@ -43,13 +86,18 @@ def short_convolution(
         history = insert(history, window, packing.first)
         held = (jnp.arange(taps - 1, 0, -1) <= packing.length[:, None]) | (packing.last == 0)[:, None]
         after = jnp.where(held[..., None], take(history, packing.last), 0)
-    y = history[:, taps - 1 :] * kernel[taps - 1]
-    for back in range(1, taps):
-        past = history[:, taps - 1 - back : taps - 1 - back + seq]
-        if packing is not None:
-            past = jnp.where((packing.age >= back)[..., None], past, 0)
-        y = y + past * kernel[taps - 1 - back]
-    return y, after
+    return _weigh(history, kernel, None if packing is None else packing.age), after
+
+
+def _split(x: Array, axis: int, parts: int) -> Array:
+    """[.., heads, ..] -> [parts, .., heads / parts, ..]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _join(x: Array, axis: int) -> Array:
+    """The inverse of `_split`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
@@ -87,12 +135,26 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         c, shape = self.config, x.shape[:2]
         key, value = c.linear_key_head_dim, c.linear_value_head_dim
         repeats = c.linear_num_value_heads // c.linear_num_key_heads
-        qkvz = checkpoint_name(self.in_proj_qkvz(x), "qkvz_proj").reshape(*shape, c.linear_num_key_heads, -1)
+        by_head = (*shape, -1, 2 * key + 2 * repeats * value)  # as many heads as this device has
+        qkvz = checkpoint_name(self.in_proj_qkvz(x), "qkvz_proj").reshape(by_head)
         *qkv, z = jnp.split(qkvz, (key, 2 * key, 2 * key + repeats * value), axis=-1)
-        ba = checkpoint_name(self.in_proj_ba(x), "ba_proj").reshape(*shape, c.linear_num_key_heads, 2 * repeats)
+        ba = checkpoint_name(self.in_proj_ba(x), "ba_proj").reshape(*shape, -1, 2 * repeats)
         b, a = (part.reshape(*shape, -1) for part in jnp.split(ba, 2, axis=-1))
         flat = jnp.concatenate([part.reshape(*shape, -1) for part in qkv], axis=-1)
         return flat, z.reshape(*shape, -1, value), b, a
+
+    def _own_kernel(self) -> Float[Array, "channels 1 kernel"]:
+        """The convolution's kernel for the channels of this device's heads."""
+        c = self.config
+        parts = jnp.split(self.conv1d, (c.key_dim, 2 * c.key_dim))
+        return jnp.concatenate([own_part(part, 0) for part in parts])
+
+    def _gates(
+        self, b: Float[Array, "batch seq value_heads"], a: Float[Array, "batch seq value_heads"]
+    ) -> tuple[Float[Array, "batch seq value_heads"], Float[Array, "batch seq value_heads"]]:
+        """Log-decay of the state and strength of writing, beta; float32."""
+        rate = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
+        return -jnp.exp(self.A_log.astype(jnp.float32)) * rate, jax.nn.sigmoid(b).astype(jnp.float32)
 
     def recurrence(
         self,
@@ -103,33 +165,49 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         state: Float[Array, "batch value_heads key value"] | None,
     ) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
         """The gated delta rule on the convolution's activations; outputs and state are float32."""
-        c, (batch, seq, _), packing = self.config, mixed.shape, context.packing
-        q, k, v = jnp.split(mixed, (c.key_dim, 2 * c.key_dim), axis=-1)
-        heads = (batch, seq, c.linear_num_key_heads, c.linear_key_head_dim)
-        q = l2_norm(q.reshape(heads)) * c.linear_key_head_dim**-0.5
-        k = l2_norm(k.reshape(heads))
-        q, k = (checkpoint_name(y, "delta_qk") for y in (q, k))
-        v = v.reshape(batch, seq, c.linear_num_value_heads, -1).astype(jnp.float32)
-        beta = jax.nn.sigmoid(b).astype(jnp.float32)
-        rate = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
-        g = -jnp.exp(self.A_log.astype(jnp.float32)) * rate
+        c, (batch, seq, value_heads), packing = self.config, b.shape, context.packing
+        compute = context.compute
+        key_dim = value_heads * c.key_dim // c.linear_num_value_heads
+        q, k, v = jnp.split(mixed, (key_dim, 2 * key_dim), axis=-1)
+        q, k = (y.reshape(batch, seq, -1, c.linear_key_head_dim) for y in (q, k))
+        v = v.reshape(batch, seq, value_heads, -1)
+        g, beta = self._gates(b, a)
         if packing is not None:  # padding neither decays the state nor writes to it
             g, beta = (jnp.where(packing.real[..., None], y, 0) for y in (g, beta))
         g, beta = (checkpoint_name(y, "delta_gates") for y in (g, beta))
         if state is None:
-            shape = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+            shape = (batch, value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
             state = jnp.zeros(shape, jnp.float32)
         resets = None if packing is None else packing.resets
-        return gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=context.compute.chunk_size)
+
+        def rule(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+            q, k = l2_norm(q) * c.linear_key_head_dim**-0.5, l2_norm(k)
+            q, k = (checkpoint_name(y, "delta_qk") for y in (q, k))
+            v = v.astype(jnp.float32)
+            return gated_delta_rule(q, k, v, g, beta, state, resets, chunk_size=compute.chunk_size)
+
+        parts = math.gcd(compute.delta_parts, q.shape[2])
+        if parts == 1 or seq == 1:
+            return rule(q, k, v, g, beta, state)
+        axes = (2, 2, 2, 2, 2, 1)  # of heads
+        cut = [_split(x, axis, parts) for x, axis in zip((q, k, v, g, beta, state), axes, strict=True)]
+        part = jax.checkpoint(rule, prevent_cse=False, policy=compute.remat.jax_policy("linear_attention"))
+
+        def apart(heads: list[Array]) -> tuple[Array, Array]:
+            with jax.named_scope(INTERNAL):
+                return part(*heads)
+
+        out, end = jax.lax.map(apart, cut)
+        return _join(out, 2), _join(end, 1)
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], context: Context, cache: DeltaNetCache | None
-    ) -> tuple[Float[Array, "batch seq hidden"], DeltaNetCache | None]:
+    ) -> tuple[Float[Array, "batch seq hidden"], DeltaNetCache | None, MixerStats]:
         with jax.named_scope("projections"):
             inputs, z, b, a = self._project(x)
         with jax.named_scope("convolution"):
             window = None if cache is None else cache.conv
-            mixed, window = short_convolution(inputs, self.conv1d, window, context.packing)
+            mixed, window = short_convolution(inputs, self._own_kernel(), window, context.packing)
             mixed = jax.nn.silu(checkpoint_name(mixed, "conv_out"))
         with jax.named_scope("delta_rule"):
             out, state = self.recurrence(mixed, b, a, context, None if cache is None else cache.state)
@@ -137,4 +215,5 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         out = checkpoint_name(self.norm(out, z), "gated_norm")
         if cache is not None and window is not None:
             cache = DeltaNetCache(window, state)
-        return self.out_proj(out.reshape(*x.shape[:2], -1)), cache
+        g, beta = self._gates(b, a)
+        return self.out_proj(out.reshape(*x.shape[:2], -1)), cache, mixer_stats(beta, g, context)

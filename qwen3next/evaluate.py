@@ -7,21 +7,19 @@ from collections.abc import Iterable
 from itertools import islice
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from qwen3next.config import IGNORED_LABEL, Compute
 from qwen3next.data.batches import Batch as HostBatch
-from qwen3next.loss import cross_entropy_sum
+from qwen3next.mesh import place
 from qwen3next.model import Qwen3Next
 from qwen3next.training import Batch
+from qwen3next.vocabulary import Losses
 
 
 @eqx.filter_jit
-def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    states, _, _ = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
-    return cross_entropy_sum(model.logits(states), batch["labels"])
+def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> Losses:
+    states = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute).states
+    return model.cross_entropy(states, batch["labels"])
 
 
 def evaluate(
@@ -35,8 +33,8 @@ def evaluate(
     nats, count = 0.0, 0.0
     labelled = (batch for batch in batches if (batch["labels"] != IGNORED_LABEL).any())
     for batch in islice(labelled, limit):
-        batch_nats, batch_count = _batch_loss(model, jax.tree.map(jnp.asarray, batch), compute)
-        nats, count = nats + float(batch_nats), count + float(batch_count)
+        losses = _batch_loss(model, place(batch), compute)
+        nats, count = nats + float(losses.nats), count + float(losses.labels)
     result = {"loss": nats / count}
     if bytes_per_label is not None:
         result["bits_per_byte"] = nats / math.log(2) / (bytes_per_label * count)

@@ -1,13 +1,15 @@
-"""Routed experts: the three ways in which tokens meet them. All compute every assignment; none drops a token."""
+"""Routed experts, and the ways in which tokens meet them. All compute every assignment, but a capacity that drops."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from qwen3next.config import Dispatch, ModelConfig
+from qwen3next.config import Compute, ModelConfig
+from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product
+from qwen3next.mesh import axis_sizes
 
 _LARGEST_BLOCK = 128
 
@@ -73,6 +75,11 @@ class Experts(eqx.Module):
         self.down_proj = Linear(width, hidden, std, dtype, experts=experts, key=down_key)
         self.num_experts = experts
 
+    @property
+    def held(self) -> int:
+        """Experts whose weights are here: all, or those of one device."""
+        return jax.tree.leaves(self.gate_proj)[0].shape[0]
+
     def _swiglu(self, rows: Float[Array, "*rows hidden"], product: Product) -> Float[Array, "*rows hidden"]:
         rows = checkpoint_name(rows, "expert_rows")
         gate, up = (checkpoint_name(y(rows, product), "expert_hidden") for y in (self.gate_proj, self.up_proj))
@@ -84,8 +91,8 @@ class Experts(eqx.Module):
         def product(rows: Array, weight: Array) -> Array:
             return jnp.einsum("tei,eoi->teo", rows, weight.astype(rows.dtype))
 
-        rows = jnp.broadcast_to(x[:, None], (x.shape[0], self.num_experts, x.shape[1]))
-        one_hot = jax.nn.one_hot(chosen, self.num_experts, dtype=x.dtype)
+        rows = jnp.broadcast_to(x[:, None], (x.shape[0], self.held, x.shape[1]))
+        one_hot = jax.nn.one_hot(chosen, self.held, dtype=x.dtype)
         share = jnp.einsum("tk,tke->te", weights, one_hot)
         return jnp.einsum("te,teh->th", share, self._swiglu(rows, product))
 
@@ -93,7 +100,7 @@ class Experts(eqx.Module):
         """Assignments sorted by expert, and a grouped product over them."""
         source = jnp.argsort(chosen.reshape(-1), stable=True)
         place = jnp.argsort(source).reshape(chosen.shape)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.held).astype(jnp.int32)
 
         def product(rows: Array, weight: Array) -> Array:
             return jax.lax.ragged_dot_general(rows, weight.astype(rows.dtype), sizes, _BY_GROUP)
@@ -103,7 +110,7 @@ class Experts(eqx.Module):
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, each expert's filled up to whole blocks, and one batched product of blocks."""
-        experts, assignments = self.num_experts, chosen.size
+        experts, assignments = self.held, chosen.size
         size = _block_size(assignments, experts)
         blocks = (assignments + min(experts, assignments) * (size - 1)) // size
         flat = chosen.reshape(-1)
@@ -125,15 +132,44 @@ class Experts(eqx.Module):
         out = self._swiglu(rows, product).reshape(blocks * size, -1)
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
+    def _here(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> Array:
+        dispatch = compute.dispatch
+        if dispatch in ("auto", "all_to_all"):
+            dispatch = "blocks" if compute.target == "cpu" else "ragged"
+        apply = {"dense": self._dense, "ragged": self._ragged, "blocks": self._blocks}[dispatch]
+        return apply(x, weights, chosen)
+
+    def _there(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> tuple[Array, Array]:
+        """On the devices of the `expert` axis, of whose experts this module holds this device's."""
+        parts = compute.expert_chunks
+        exchange = Exchange.plan(chosen.size // parts, self.num_experts, compute.capacity_factor, compute.on_overflow)
+
+        def apply(experts: "Experts", rows: Array, owner: Array) -> Array:
+            return experts._here(rows, jnp.ones((rows.shape[0], 1), rows.dtype), owner[:, None], compute)
+
+        if parts == 1:
+            return over_devices(apply, self, x, weights, chosen, exchange=exchange)
+        chunks = [y.reshape(parts, -1, y.shape[-1]) for y in (x, weights, chosen)]
+        out, overflow = jax.lax.map(lambda chunk: over_devices(apply, self, *chunk, exchange=exchange), chunks)
+        return out.reshape(x.shape), jnp.sum(overflow)
+
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
         weights: Float[Array, "tokens top_k"],
         chosen: Int[Array, "tokens top_k"],
-        dispatch: Dispatch,
-    ) -> Float[Array, "tokens hidden"]:
-        """`sum_k weights[t, k] * expert_{chosen[t, k]}(x_t)`."""
-        if dispatch == "auto":
-            dispatch = "blocks" if jax.default_backend() == "cpu" else "ragged"
-        apply = {"dense": self._dense, "ragged": self._ragged, "blocks": self._blocks}[dispatch]
-        return apply(x, weights, chosen)
+        compute: Compute,
+        real: Bool[Array, " tokens"] | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, ""]]:
+        """`sum_k weights[t, k] * expert_{chosen[t, k]}(x_t)`, and how many assignments of `real` tokens exceeded a
+        capacity. What is not real may give anything."""
+        if tokens_travel(compute):
+            if real is not None:  # padding is all alike: sent, it would all go to the same experts
+                chosen = jnp.where(real[:, None], chosen, self.num_experts)
+            return self._there(x, weights, chosen, compute)
+        return self._here(x, weights, chosen, compute), jnp.zeros(())
+
+
+def tokens_travel(compute: Compute) -> bool:
+    """Whether routed experts stay on their devices and tokens are sent to them."""
+    return compute.dispatch == "all_to_all" or (compute.dispatch == "auto" and axis_sizes()["expert"] > 1)

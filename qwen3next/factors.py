@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from qwen3next.errors import InputError, require
 from qwen3next.hf import EMBED, HEAD, table
+from qwen3next.hosts import fetch
 from qwen3next.leaves import Leaf
 from qwen3next.linear import Embedding, Linear
 from qwen3next.lora import Adapted, LoRAEmbedding, adapters, attach, replace, strip
@@ -53,7 +53,7 @@ def factors_of(model: Qwen3Next) -> dict[str, Factors]:
     """A model's adapters, by published tensor."""
     leaves, found = {leaf.path: leaf for leaf in table(strip(model))}, {}
     for path, adapter in adapters(model).items():
-        A, B = (np.asarray(jax.device_get(leaf)) for leaf in (adapter.lora_A, adapter.lora_B))
+        A, B = (fetch(leaf) for leaf in (adapter.lora_A, adapter.lora_B))
         if isinstance(adapter, LoRAEmbedding):
             A, B = B.T, A.T
         for at, name in leaves[f"{path}.weight"].parts():

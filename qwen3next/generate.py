@@ -76,7 +76,8 @@ def generate(
     of the longest prompt's length, and one of `max_new_tokens`, nothing is compiled again.
     """
     check_prompts(model.config, prompts, max_new_tokens)
-    compute = replace(compute, remat=Remat("none", barrier=False))
+    how = {"dispatch": "auto", "expert_chunks": 1} if compute.dispatch == "all_to_all" else {}
+    compute = replace(compute, remat=Remat("none", barrier=False), **how)
     length = bucket(max(len(prompt) for prompt in prompts))
     ids = np.zeros((len(prompts), length), np.int32)
     segments = np.zeros_like(ids)

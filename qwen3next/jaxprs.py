@@ -1,5 +1,6 @@
 """Walking a traced program."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+INTERNAL = "internal"  # the scope of what is computed again, whatever the choice of remat, to be there once at a time
 CHECKPOINT = jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0).eqns[0].primitive.name
 
 
@@ -24,14 +26,24 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
 
 
 def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Every equation, however deep, and how often it runs: a loop's as often as the loop goes round."""
+    """Every equation, however deep, and how often it runs: a loop's as often as it goes round, a kernel's by its grid.
+
+    A loop whose length depends on data counts once.
+    """
     for equation in jaxpr.eqns:
         yield equation, times
         length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        if equation.primitive.name == "pallas_call":
+            length = math.prod(equation.params["grid_mapping"].grid)
         for inner in inner_jaxprs(equation):
             yield from equations(inner, times * length)
 
 
 def remat_regions(jaxpr: Jaxpr) -> int:
-    """Units of rematerialisation in a forward program, counted as they run."""
-    return sum(times for equation, times in equations(jaxpr) if equation.primitive.name == CHECKPOINT)
+    """Units of rematerialisation in a program, counted as they run, that a choice of remat makes."""
+    return sum(times for equation, times in equations(jaxpr) if is_unit(equation))
+
+
+def is_unit(equation: JaxprEqn) -> bool:
+    """Whether an equation is a unit of rematerialisation that a choice makes."""
+    return equation.primitive.name == CHECKPOINT and INTERNAL not in str(equation.source_info.name_stack)

@@ -1,6 +1,6 @@
 """One decoder layer: mixer and MLP, each normed before and added after."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,10 +13,18 @@ from qwen3next.cache import LayerCache
 from qwen3next.config import LayerKind, ModelConfig
 from qwen3next.context import Context
 from qwen3next.deltanet import GatedDeltaNet
-from qwen3next.mixer import AbstractMixer
+from qwen3next.mixer import AbstractMixer, MixerStats
 from qwen3next.mlp import MLP
 from qwen3next.moe import MoE, RouterStats
 from qwen3next.norms import RMSNorm
+from qwen3next.shards import whole
+
+
+class LayerStats(NamedTuple):
+    """Sums over the tokens of a call: the router's, `None` in a dense layer, and the mixer's."""
+
+    router: RouterStats | None
+    mixer: MixerStats
 
 
 class Layer(eqx.Module):
@@ -43,16 +51,16 @@ class Layer(eqx.Module):
 
     def __call__(
         self, h: Float[Array, "batch seq hidden"], context: Context, cache: LayerCache | None
-    ) -> tuple[Float[Array, "batch seq hidden"], LayerCache | None, RouterStats | None]:
-        """Residual stream, cache moved past the call, and the router's sums (`None` in a dense layer)."""
+    ) -> tuple[Float[Array, "batch seq hidden"], LayerCache | None, LayerStats]:
+        """Residual stream, cache moved past the call, and sums over the tokens."""
         compute = context.compute
 
         def apply_mlp(mlp: MoE | MLP, x: Array, context: Context) -> tuple[Array, RouterStats | None]:
             return mlp(x, context) if isinstance(mlp, MoE) else (mlp(x), None)
 
         x = checkpoint_name(self.input_layernorm(h), "mixer_norm")
-        mixed, cache = self.mixer(x, context, cache)
-        h = h + checkpoint_name(mixed, "mixer_out")
+        mixed, cache, mixer = self.mixer(x, context, cache)
+        h = h + checkpoint_name(whole(mixed), "mixer_out")
         x = checkpoint_name(self.post_attention_layernorm(h), "mlp_norm")
-        out, stats = compute.remat.wrap_mlp(apply_mlp, *self.kind, straight=compute.unroll)(self.mlp, x, context)
-        return h + out, cache, stats
+        out, router = compute.remat.wrap_mlp(apply_mlp, *self.kind, straight=compute.unroll)(self.mlp, x, context)
+        return h + whole(out), cache, LayerStats(router, mixer)

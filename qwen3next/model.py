@@ -12,19 +12,27 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from qwen3next.cache import Cache
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.context import locate
+from qwen3next.errors import require
+from qwen3next.layer import LayerStats
 from qwen3next.linear import AbstractEmbedding, AbstractLinear, Embedding, Linear
+from qwen3next.mesh import axis_sizes, shard_rows
 from qwen3next.moe import RouterStats
 from qwen3next.norms import RMSNorm
-from qwen3next.sharding import shard_rows
 from qwen3next.stack import Decoder
+from qwen3next.vocabulary import Losses, cross_entropy, embed
 
 
 class Hidden(NamedTuple):
-    """Final-normed hidden states; the cache moved past the call (`None` if none was given); router sums by layer."""
+    """Final-normed hidden states; the cache moved past the call (`None` if none was given); sums by layer."""
 
     states: Float[Array, "batch seq hidden"]
     cache: Cache | None
-    router: tuple[RouterStats | None, ...]
+    stats: tuple[LayerStats, ...]
+
+    @property
+    def router(self) -> tuple[RouterStats | None, ...]:
+        """The router's sums of each layer."""
+        return tuple(layer.router for layer in self.stats)
 
 
 class Qwen3Next(eqx.Module):
@@ -66,18 +74,27 @@ class Qwen3Next(eqx.Module):
         A document must be contiguous within a call. `cache` is continued from; tokens that do not fit raise
         `InputError`, or under `jit` give NaN. `positions` are the rotary ones; by default a document counts from 0.
         """
+        heads = axis_sizes()["tensor"]
+        require(cache is None or heads == 1, f"a cache on a mesh with tensor {heads}; caches need mesh.tensor 1")
         context, cache = locate(self.config, compute, input_ids.shape, segment_ids, positions, cache)
-        h = shard_rows(self.embed_tokens(input_ids, jnp.dtype(compute.dtype)))
+        c = self.config
+        h = embed(self.embed_tokens, input_ids, (c.vocab_size, c.hidden_size), jnp.dtype(compute.dtype))
         layers = (None,) * self.config.num_hidden_layers if cache is None else cache.layers
-        h, layers, router = self.decoder(h, layers, context)
+        h, layers, stats = self.decoder(shard_rows(h), layers, context)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=layers)
-        return Hidden(self.norm(h), cache, router)
+        return Hidden(self.norm(h), cache, stats)
 
     def logits(self, states: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Next-token logits of final-normed hidden states, in their dtype."""
         with jax.named_scope("lm_head"):
             return self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
+
+    def cross_entropy(self, states: Float[Array, "batch seq hidden"], labels: Int[Array, "batch seq"]) -> Losses:
+        """The losses that these states' logits have, without all logits ever being there: see `vocabulary.py`."""
+        with jax.named_scope("lm_head"):
+            table = self.embed_tokens if self.lm_head is None else self.lm_head
+            return cross_entropy(table, states, labels, self.config.vocab_size)
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,22 +11,24 @@ from qwen3next.context import Context
 from qwen3next.experts import Experts
 from qwen3next.linear import AbstractLinear, Linear
 from qwen3next.mlp import MLP
-from qwen3next.sharding import summed
+from qwen3next.shards import summed
 
 
 class RouterStats(eqx.Module):
     """Sums over the real tokens of a call, from which the balance loss is made; float32.
 
-    `assigned` counts top-k assignments and carries no gradient; `probability` sums the router's softmax.
+    `assigned` counts top-k assignments and carries no gradient; `probability` sums the router's softmax. `overflow`
+    counts assignments for which a device's first pass had no room.
     """
 
     assigned: Float[Array, "*layers experts"]
     probability: Float[Array, "*layers experts"]
     tokens: Float[Array, "*layers"]
+    overflow: Float[Array, "*layers"]
 
 
 class MoE(eqx.Module):
-    """`sum of the top-k experts, by router weight, + sigmoid(gate x) * shared expert`; no capacity, none dropped."""
+    """`sum of the top-k experts, by router weight, + sigmoid(gate x) * shared expert`."""
 
     gate: AbstractLinear
     experts: Experts
@@ -54,13 +56,12 @@ class MoE(eqx.Module):
             weights, chosen = jax.lax.top_k(probability, c.num_experts_per_tok)
             if c.norm_topk_prob:
                 weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        is_real = None if context.packing is None else context.packing.real.reshape(-1)
         with jax.named_scope("experts"):
-            routed = self.experts(flat, weights.astype(x.dtype), chosen, context.compute.dispatch)
+            routed, overflow = self.experts(flat, weights.astype(x.dtype), chosen, context.compute, is_real)
         with jax.named_scope("shared_expert"):
             shared = jax.nn.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
-        real = jnp.ones(flat.shape[0])
-        if context.packing is not None:
-            real = context.packing.real.reshape(-1).astype(jnp.float32)
+        real = jnp.ones(flat.shape[0]) if is_real is None else is_real.astype(jnp.float32)
         assigned = jnp.zeros(c.num_experts).at[chosen].add(real[:, None])
-        stats = RouterStats(jax.lax.stop_gradient(assigned), real @ probability, jnp.sum(real))
+        stats = RouterStats(jax.lax.stop_gradient(assigned), real @ probability, jnp.sum(real), overflow)
         return (routed + shared).reshape(x.shape), summed(stats)

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qwen3next.hosts import leads
+
 
 class StopRequest:
     """While entered, the first Ctrl-C (or SIGTERM) only sets `wanted`; a second one interrupts as usual."""
@@ -34,7 +36,7 @@ class Monitor:
     """A progress bar on a terminal, a line now and then elsewhere. Speed leaves out compilation and evaluation."""
 
     def __init__(self, steps: int, tokens_per_step: int):
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, soft_wrap=True, quiet=not leads())
         self._steps, self._tokens = steps, tokens_per_step
         self._progress = Progress(
             TextColumn("step"),

@@ -19,7 +19,6 @@ from qwen3next.config import Compute
 from qwen3next.context import Context, locate
 from qwen3next.deltanet import GatedDeltaNet, short_convolution
 from qwen3next.layer import Layer
-from qwen3next.loss import cross_entropy_sum
 from qwen3next.model import Qwen3Next
 from qwen3next.remat_checks import Check
 from qwen3next.tree import leaf_path
@@ -106,13 +105,16 @@ def packing_checks(model: Qwen3Next, compute: Compute) -> Iterator[Check]:
     ids = np.random.default_rng(0).integers(model.config.vocab_size, size=segments.shape, dtype=np.int32)
     h = _embedded(model, ids)
 
-    def logits(h: Array, context: Context) -> Array:
+    def states(h: Array, context: Context) -> Array:
         h, _, _ = model.decoder(h, (None,) * model.config.num_hidden_layers, context)
-        return model.logits(model.norm(h))
+        return model.norm(h)
+
+    def logits(h: Array, context: Context) -> Array:
+        return model.logits(states(h, context))
 
     def slope(h: Array, context: Context) -> Array:
         labels = jnp.asarray(np.where(segments == 3, np.roll(ids, -1, axis=1), -100))
-        return jax.grad(lambda h: cross_entropy_sum(logits(h, context), labels)[0])(h)
+        return jax.grad(lambda h: model.cross_entropy(states(h, context), labels).nats)(h)
 
     forward, backward = (jax.jit(function, compiler_options=_QUICK) for function in (logits, slope))
     moved = [_moved(lambda h, at=at: forward(h, at), (h,)) for at in (apart, joined)]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from qwen3next.cache import empty_cache
 from qwen3next.config import Compute, LayerKind, ModelConfig
 from qwen3next.context import Context, locate
-from qwen3next.jaxprs import CHECKPOINT, equations, inner_jaxprs, remat_regions
+from qwen3next.jaxprs import equations, inner_jaxprs, is_unit, remat_regions
 from qwen3next.layer import Layer
 from qwen3next.mlp import MLP
 from qwen3next.model import Qwen3Next, abstract_model
@@ -98,7 +98,7 @@ def _depth(jaxpr: Jaxpr) -> int:
 
     def inside(equation: Any) -> int:
         deepest = max((_depth(inner) for inner in inner_jaxprs(equation)), default=0)
-        return deepest + (equation.primitive.name == CHECKPOINT)
+        return deepest + is_unit(equation)
 
     return max(map(inside, jaxpr.eqns), default=0)
 

@@ -11,13 +11,14 @@ from typing import Any
 from qwen3next.cli import load_config, parse_config
 from qwen3next.config import TrainConfig
 from qwen3next.errors import InputError, require
+from qwen3next.hosts import leads, wait
 from qwen3next.run_folder import ADAPTER, CONFIG, METRICS, STATES, TOKENIZER, WEIGHTS, begin_run, write_config
 from qwen3next.train_state import SavedState, latest_state
 
 # What may differ when a run goes on. Where text comes from is judged by the text itself: see `check_text`.
-_FREE = ("run.", "compute.", "optimizer.", "data.source", "data.tokenizer", "data.token_dtype", "data.text_field")
-_FREE += ("data.prompt_field", "data.messages_field", "data.roles", "data.on_error", "data.held_out", "data.workers")
-_FREE += ("model.router_aux_loss_coef",)
+_FREE = ("run.", "compute.", "mesh.", "optimizer.", "data.source", "data.tokenizer", "data.token_dtype")
+_FREE += ("data.text_field", "data.prompt_field", "data.messages_field", "data.roles", "data.on_error")
+_FREE += ("data.held_out", "data.workers", "model.router_aux_loss_coef")
 _FIXED = ("run.seed",)
 
 
@@ -117,6 +118,11 @@ def open_run(config: TrainConfig, saved: SavedState | None) -> Iterator[Path]:
     A run that is not continued leaves nothing of what the folder held of another one.
     """
     folder = Path(config.run.folder)
+    wait("before the folder is written")
+    if not leads():
+        wait("the folder is ready")
+        yield folder
+        return
     with _held(folder):
         try:
             if saved is None:
@@ -124,6 +130,7 @@ def open_run(config: TrainConfig, saved: SavedState | None) -> Iterator[Path]:
             else:
                 write_config(config, folder)
                 os.truncate(folder / METRICS, saved.position.metrics_bytes)
+            wait("the folder is ready")
             yield folder
         except OSError as error:  # a full disk, for one; complete states are as they were
             raise InputError(f"run.folder {folder} cannot be written ({error})") from error

@@ -9,14 +9,14 @@ import shutil
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from qwen3next import adapters
 from qwen3next.cli import dump_config, load_config
 from qwen3next.config import StoredDtype, TrainConfig
 from qwen3next.data import chat
 from qwen3next.errors import require
-from qwen3next.leaves import find_faults, leaves_by_path, load_leaves, require_no
+from qwen3next.hosts import fetch, leads
+from qwen3next.leaves import ShardingRule, find_faults, leaves_by_path, load_leaves, require_no
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.tensor_files import read_header
 from qwen3next.tensor_writer import kind_spec, lay_out_file, new_file, write
@@ -60,12 +60,16 @@ def _replace(path: Path, content: bytes) -> None:
 def save_weights(folder: Path, model: Qwen3Next) -> None:
     """Writes the model's leaves under a temporary name and renames, so that a kill leaves the old file or the new."""
     arrays = dict(zip((leaf.path for leaf in leaves_by_path(model)), jax.tree.leaves(model), strict=True))
+    if not leads():
+        for array in arrays.values():
+            fetch(array)  # the process that writes asks for all parts
+        return
     specs = {path: kind_spec(array.dtype, array.shape) for path, array in arrays.items()}
     with new_file(folder / WEIGHTS) as partial:
         layout = lay_out_file(partial, specs, {"format": "qwen3next"})
         layout.create()
         for path, array in arrays.items():
-            write(layout.tensors[path], np.asarray(jax.device_get(array)))
+            write(layout.tensors[path], fetch(array))
 
 
 def save_trained(folder: Path, model: Qwen3Next, config: TrainConfig, base_fingerprint: str) -> None:
@@ -78,7 +82,9 @@ def save_trained(folder: Path, model: Qwen3Next, config: TrainConfig, base_finge
         save_weights(folder, model)
 
 
-def load_weights(path: Path, skeleton: Qwen3Next, dtype: StoredDtype | None = None) -> Qwen3Next:
+def load_weights(
+    path: Path, skeleton: Qwen3Next, dtype: StoredDtype | None = None, sharding: ShardingRule | None = None
+) -> Qwen3Next:
     """The tree of `skeleton` with the file's leaves, in the file's dtypes or, decay parameters left out, in `dtype`.
 
     `InputError` names a leaf that does not fit.
@@ -86,7 +92,7 @@ def load_weights(path: Path, skeleton: Qwen3Next, dtype: StoredDtype | None = No
     tensors, _ = read_header(path)
     leaves = leaves_by_path(skeleton)
     require_no(find_faults(path, leaves, tensors))
-    return load_leaves(skeleton, leaves, tensors, dtype)
+    return load_leaves(skeleton, leaves, tensors, dtype, sharding)
 
 
 def is_run(folder: Path) -> bool:

@@ -13,13 +13,17 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from qwen3next.cache import LayerCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context
-from qwen3next.layer import Layer
-from qwen3next.moe import RouterStats
+from qwen3next.experts import tokens_travel
+from qwen3next.layer import Layer, LayerStats
+from qwen3next.mesh import ALIKE, HEADS, ROWS
+from qwen3next.mixer import MixerStats
 from qwen3next.pattern import Grouped, Pattern, Run, find_pattern
-from qwen3next.sharding import ALIKE, ROWS, over_rows
+from qwen3next.shards import Shards, on_devices
 
 M = TypeVar("M", bound=eqx.Module)
 Hidden = Float[Array, "batch seq hidden"]
+_MIXER: tuple[Any, Any, Any] = (HEADS, HEADS, ALIKE)
+_STATS: tuple[Any, Any] = (ALIKE, MixerStats(*_MIXER))  # how a layer's sums lie on the devices
 
 
 def _barrier(wanted: bool) -> AbstractContextManager[Any]:
@@ -63,7 +67,8 @@ class Stacked(eqx.Module, Generic[M]):
             return jax.lax.scan(step, h, (arrays, xs), length=self.length, unroll=compute.unroll)
 
 
-def _call(layer: Layer, h: Hidden, context: Context, cache: LayerCache | None) -> PyTree:
+def _call(shards: Shards, h: Hidden, context: Context, cache: LayerCache | None) -> PyTree:
+    layer = shards.gather(h.dtype, h, stay=("expert",) if tokens_travel(context.compute) else ())
     return layer(h, context, cache)
 
 
@@ -80,10 +85,10 @@ class HybridBlock(eqx.Module):
         )
 
     def __call__(self, h: Hidden, caches: tuple[PyTree, ...], context: Context) -> tuple[Hidden, tuple[PyTree, ...]]:
-        """Residual stream, and for each run the stacked (cache, router sums) of its layers."""
+        """Residual stream, and for each run the stacked (cache, sums) of its layers."""
 
         def apply(layer: Layer, h: Hidden, cache: LayerCache | None) -> tuple[Hidden, PyTree]:
-            h, cache, stats = over_rows(_call, layer, (h, context, cache), h.dtype, (ROWS, ROWS, ALIKE))
+            h, cache, stats = on_devices(_call, layer, "layer", (h, context, cache), (ROWS, ROWS, LayerStats(*_STATS)))
             return h, (cache, stats)
 
         outputs = []
@@ -118,8 +123,8 @@ class Decoder(eqx.Module):
 
     def __call__(
         self, h: Hidden, caches: tuple[LayerCache | None, ...], context: Context
-    ) -> tuple[Hidden, tuple[LayerCache | None, ...], tuple[RouterStats | None, ...]]:
-        """Residual stream after the last layer; a cache and router sums for each layer, in order."""
+    ) -> tuple[Hidden, tuple[LayerCache | None, ...], tuple[LayerStats, ...]]:
+        """Residual stream after the last layer; a cache and sums for each layer, in order."""
         wrap = context.compute.remat.wrap_block
         grouped = self.pattern.group(caches)
 

@@ -63,6 +63,7 @@ def topology_name(name: str) -> tuple[str, dict[str, Any]]:
 def topology_devices(name: str) -> list[Any]:
     """The devices of a machine that need not be there. Raises `InputError` for one that the compiler does not know."""
     require_tpu_extra()
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     full, settings = topology_name(name)
     try:
         return list(get_topology_desc(platform="tpu", topology_name=full, **settings).devices)

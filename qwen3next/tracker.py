@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from qwen3next.config import TrainConfig
+from qwen3next.hosts import leads
 from qwen3next.run_folder import METRICS, WANDB_ID
 
 
@@ -39,6 +40,16 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Nothing:
+    """Records nothing."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class WandB:
@@ -94,7 +105,12 @@ class WithOptional:
 
 
 def make_tracker(folder: Path, config: TrainConfig) -> tuple[Tracker, str]:
-    """The run's tracker, and a word on what became of Weights & Biases. Whatever fails there stops nothing."""
+    """The run's tracker, and a word on what became of Weights & Biases. Whatever fails there stops nothing.
+
+    Of several processes only the leading one records anything.
+    """
+    if not leads():
+        return Nothing(), "left to the leading process"
     lines = JsonLines(folder / METRICS)
     mode = config.run.wandb
     if mode == "off":

@@ -21,6 +21,8 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from orbax.checkpoint import v1 as ocp
 
 from qwen3next.errors import InputError, require
+from qwen3next.hosts import leads
+from qwen3next.mesh import leaf_sharding
 from qwen3next.regroup import Stacks, regroup
 from qwen3next.run_folder import STATES
 from qwen3next.tree import leaf_path
@@ -86,19 +88,20 @@ class SavedState:
     folder: Path
 
     def restore(self, like: TrainState, stacks: Stacks) -> TrainState:
-        """The state, with the structure, shapes and dtypes of `like` (abstract) and on the default device.
+        """The state, with the structure, shapes and dtypes of `like` (abstract), in the mesh that is set.
 
         A state whose layers were cut into other stacks than `stacks` is moved over. Raises `InputError` naming a leaf
         that is missing, has no place, or differs in shape or dtype.
         """
-        wanted, device = _flat(like), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted, device = _flat(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = {path: leaf_sharding(path, leaf.shape) or device for path, leaf in wanted.items()}
         with ocp.training.Checkpointer(str(self.folder)) as states:
             found = states.checkpointables_metadata(self.step).metadata["arrays"]
             same = self.position.stacks == stacks
             if same:
                 self._check(wanted, found)
             targets = {
-                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path] if same else device)
                 for path, leaf in (wanted if same else found).items()
             }
             try:
@@ -110,7 +113,7 @@ class SavedState:
         if not same:
             arrays = regroup(jax.tree.map(np.asarray, arrays), self.position.stacks, stacks, wanted)
             self._check(wanted, arrays)
-            arrays = jax.tree.map(jnp.asarray, arrays)
+            arrays = {path: jax.device_put(array, places[path]) for path, array in arrays.items()}
         key = jax.random.wrap_key_data(arrays["key"])
         paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
         leaves = [key if path == "key" else arrays[path] for path in paths]
@@ -155,7 +158,7 @@ class StateWriter:
             get_metric_fn=lambda metrics: metrics[_METRIC], reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
         self._folder = run.absolute() / STATES
-        for half in self._folder.glob("*.orbax-checkpoint-tmp*"):
+        for half in self._folder.glob("*.orbax-checkpoint-tmp*") if leads() else ():
             shutil.rmtree(half, ignore_errors=True)
         self._states = self._attempt(
             lambda: ocp.training.Checkpointer(

@@ -1,6 +1,8 @@
 """The optimizer step: gradients of trainable leaves alone, over microbatches weighted by their real tokens."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,29 +12,41 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from qwen3next.config import IGNORED_LABEL, Compute, TrainConfig
 from qwen3next.lora import add_adapters, with_dropout
-from qwen3next.loss import balance_loss, cross_entropy_sum
+from qwen3next.loss import balance_loss
+from qwen3next.mesh import alike, constrain, shard_rows, state_shardings
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import trainable
 from qwen3next.train_state import TrainState
 
 Batch = dict[str, Int[Array, "rows seq"]]
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Any]  # scalars, and under `layers` the sums of each layer
 
 
 def loss(
-    params: PyTree, frozen: PyTree, batch: Batch, total: Float[Array, ""], compute: Compute, key: PRNGKeyArray | None
+    params: PyTree,
+    frozen: PyTree,
+    batch: Batch,
+    total: Float[Array, ""],
+    compute: Compute,
+    key: PRNGKeyArray | None,
+    z_loss_coef: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """A microbatch's share of the step's loss: cross-entropy over `total` labels, balance loss by its labels.
 
-    `key` is that of the adapters' dropout, `None` for none.
+    `key` is that of the adapters' dropout, `None` for none. `z_loss_coef` weights the mean squared logsumexp of the
+    logits (Zoph et al. 2022, ST-MoE, eq. 5, there of the router's).
     """
     model: Qwen3Next = eqx.combine(params, frozen)
     if key is not None:
         model = with_dropout(model, key)
-    states, _, router = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
-    nats, count = cross_entropy_sum(model.logits(states), batch["labels"])
-    parts = {"loss": nats / total, "balance": balance_loss(router) * count / total}
-    return parts["loss"] + model.config.router_aux_loss_coef * parts["balance"], parts
+    hidden = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute)
+    losses = model.cross_entropy(hidden.states, batch["labels"])
+    parts = {"loss": losses.nats / total, "balance": balance_loss(hidden.router) * losses.labels / total}
+    objective = parts["loss"] + model.config.router_aux_loss_coef * parts["balance"]
+    if z_loss_coef:
+        parts["z"] = losses.z / total
+        objective += z_loss_coef * parts["z"]
+    return objective, {**parts, "layers": hidden.stats}
 
 
 def gradients(
@@ -42,19 +56,22 @@ def gradients(
     microbatches: int,
     compute: Compute,
     key: PRNGKeyArray | None = None,
+    z_loss_coef: float = 0.0,
 ) -> tuple[PyTree, Metrics]:
     """Gradients of the mean over all real tokens of the batch, taken in `microbatches` parts one after another."""
     total = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, dtype=jnp.float32), 1)
 
     def part(batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, Metrics]:
-        return jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute, key)
+        grads, metrics = jax.grad(loss, has_aux=True)(params, frozen, batch, total, compute, key, z_loss_coef)
+        return constrain(grads), metrics
 
     if microbatches == 1:
         return part(batch, key)
-    batches = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+    batches = jax.tree.map(lambda x: shard_rows(x.reshape(microbatches, -1, *x.shape[1:]), axis=1), batch)
     keys = None if key is None else jax.random.split(key, microbatches)
     shapes = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], (batches, keys)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = (constrain(zeros), sums)
 
     def add(sums: PyTree, step: tuple[Batch, PRNGKeyArray | None]) -> tuple[PyTree, None]:
         return jax.tree.map(jnp.add, sums, part(*step)), None
@@ -73,19 +90,31 @@ def initial_state(
     return TrainState(jnp.int32(0), key, params, transform.init(params)), frozen
 
 
+def draw_state(
+    config: TrainConfig, transform: optax.GradientTransformation, key: PRNGKeyArray
+) -> tuple[TrainState, PyTree]:
+    """`initial_state`, each array made where it lies on the mesh that is set."""
+    begin = partial(initial_state, config, transform)
+    places = state_shardings(eqx.filter_eval_shape(begin, key))
+    # Drawing the parameters is all compilation; unoptimised it takes a third of the time, for the same numbers.
+    return jax.jit(begin, compiler_options={"xla_backend_optimization_level": 0}, out_shardings=places)(key)
+
+
 def make_train_step(
     config: TrainConfig, transform: optax.GradientTransformation
 ) -> Callable[[tuple[PyTree, Batch], TrainState], tuple[TrainState, Metrics]]:
-    """`step((frozen, batch), state)`: one optimizer step. Metrics are float32 scalars, losses in nats a token."""
+    """`step((frozen, batch), state)`: one optimizer step. Metrics are float32, losses in nats a token."""
 
     def train_step(inputs: tuple[PyTree, Batch], state: TrainState) -> tuple[TrainState, Metrics]:
         frozen, batch = inputs
         key = jax.random.fold_in(state.key, state.step) if config.lora.targets and config.lora.dropout else None
-        grads, metrics = gradients(state.params, frozen, batch, config.run.accumulate, config.compute, key)
+        grads, metrics = gradients(
+            state.params, frozen, batch, config.run.accumulate, config.compute, key, config.run.z_loss_coef
+        )
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it
             metrics = {**metrics, "gradient_norm": optax.tree.norm(grads)}
             updates, optimizer = transform.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return TrainState(state.step + 1, state.key, params, optimizer), metrics
+            return TrainState(state.step + 1, state.key, constrain(params), constrain(optimizer)), alike(metrics)
 
     return train_step

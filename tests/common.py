@@ -120,7 +120,7 @@ def _begin(embedding: AbstractEmbedding, ids: jax.Array, *call: Any) -> tuple[ja
 
 @eqx.filter_jit  # one compilation a kind of layer, however many layers there are
 def _apply(layer: Layer, h: jax.Array, context: Context, cache: LayerCache | None) -> tuple[Any, ...]:
-    mixed, cache = layer.mixer(layer.input_layernorm(h), context, cache)
+    mixed, cache, _ = layer.mixer(layer.input_layernorm(h), context, cache)
     x = layer.post_attention_layernorm(h + mixed)
     if isinstance(layer.mlp, MoE):
         out, stats = layer.mlp(x, context)

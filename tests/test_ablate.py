@@ -163,6 +163,17 @@ ROWS = [
     {"choice": "moe", "batch": None, "length": 32, "error": "killed by signal 9"},
 ]
 ROWS[0]["saved"] = {"full_attention/moe": [{"name": "q_proj", "bytes": 3000}, {"name": "q_proj", "bytes": 1000}]}
+ROWS[1]["network"] = 3_000_000
+ROWS[1]["collectives"] = [
+    {
+        "kind": "all-gather",
+        "count": 84,
+        "bytes": 2_500_000,
+        "operations": ["jit(step)/" + "gather/" * 9],
+        "open_loops": 0,
+    },
+    {"kind": "all-reduce", "count": 7, "bytes": 500_000, "operations": ["jit(step)/psum"], "open_loops": 2},
+]
 ROWS[1]["largest"] = [{"bytes": 2_000_000, "shape": "f32[4,8]", "operation": "jit(step)/" + "experts/" * 30}]
 
 
@@ -172,8 +183,11 @@ def test_tables_fit_their_console(width, capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
     assert "218.00 MB 1.00x" in out and "q_proj 4.00 KB" in out and "2.00 MB f32[4,8] jit(step)/experts" in out
+    assert "2.50 MB by 84 x all-gather, most for jit(step)/gather" in out
+    assert "500.00 KB by 7 x all-reduce at least (2 loops of unknown length" in out
     assert "failed: moe, ? x 32: killed by signal 9" in out
-    assert [("compile" in out, "outputs" in out)] == [(width > 100, width > 200)]
+    headings = out.splitlines()[1]
+    assert ("network" in headings, "compile" in headings, "outputs" in headings) == (width > 100, *[width > 200] * 2)
     assert "code" not in out  # no row knows it
 
 
@@ -223,6 +237,7 @@ PROGRAM = """ENTRY %main {
   %fusion.12 = f32[1000,1000]{1,0:T(8,128)} fusion(%a), kind=kOutput, metadata={op_name="jit(step)/jvp(experts)/dot"}
   ROOT %copy-start.1 = (bf16[2000,1000], u32[]) copy-start(%fusion.9#0), backend_config={}
   %fusion.9 = bf16[2000,1000] fusion(%a), metadata={op_name="jit(step)/lm_head/dot"}
+  %all-gather.1 = f32[1000] all-gather(%a), replica_groups=[1,4]<=[4], metadata={op_name="jit(step)/gather"}
 }
 """
 
@@ -287,6 +302,7 @@ def test_a_compilation_is_ended_once_its_buffers_are_known(tmp_path, monkeypatch
     facts = child.ask(dataclasses.replace(REQUEST, topology="v5p-8"))
     assert facts["flops"] == 3 and facts["temporaries"] == 9_000_000 and facts["peak"] == 9_791_008
     assert "error" not in facts and len(facts["largest"]) == 3
+    assert facts["network"] == 3000 and facts["collectives"][0]["operations"] == ["jit(step)/gather"]
     assert_gone(tmp_path)
     (tmp_path / "assignment").write_text("something else")
     assert "format may have changed" in child.ask(dataclasses.replace(REQUEST, topology="v5p-8"))["error"]
@@ -338,6 +354,7 @@ def test_a_step_is_compiled_for_a_machine_that_is_not_there(preset, monkeypatch)
     assert "error" not in facts, facts["error"]
     assert facts["devices"] == 4 and facts["temporaries"] > 0 and facts["peak"] > facts["arguments"]
     assert "libtpu" in facts["versions"] and "compile_seconds" not in facts
+    assert facts["network"] > 0 and any("gather" in found["operations"][0] for found in facts["collectives"])
     assert any("jit(" in buffer["operation"] for buffer in facts["largest"])
     with pytest.raises(InputError, match=r"topology 'v9:2x2' is unknown .*; allowed: v4-8"):
         topology_devices("v9:2x2")

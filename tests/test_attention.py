@@ -50,7 +50,7 @@ def _with_identity_output(layer):
 
 def _apply(layer, x, segment_ids=None, cache=None):
     context, moved = locate(layer.config, Compute(), x.shape[:2], segment_ids, None, cache)
-    out, entry = layer(x, context, None if cache is None else cache.layers[0])
+    out, entry, _ = layer(x, context, None if cache is None else cache.layers[0])
     return out, None if moved is None else dataclasses.replace(moved, layers=(entry,))
 
 

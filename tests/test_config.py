@@ -208,6 +208,7 @@ def test_other_checks(make, changes, words):
         (tiny_config, dict(layer_types=(LINEAR, FULL, "mamba", FULL)), ("layer_types", "'mamba'", LINEAR, FULL)),
         (Compute, dict(dtype="float64"), ("compute.dtype", "'float64'", "float32, bfloat16")),
         (Compute, dict(dispatch="fast"), ("compute.dispatch", "'fast'", "auto, dense, blocks, ragged")),
+        (Compute, dict(attention="flash"), ("compute.attention", "'flash'", "auto, plain, splash, cudnn")),
         (Remat, dict(placement="all"), ("compute.remat.placement", "'all'", "none, block, layer, both")),
     ],
 )

@@ -1,6 +1,7 @@
 """Gated DeltaNet: the short convolution, the fused layouts, a whole layer by hand, documents, padding and the cache."""
 
 import dataclasses
+import functools
 import itertools
 
 import equinox as eqx
@@ -152,7 +153,7 @@ def _with_identity_output(layer):
 def _apply(layer, x, segment_ids=None, cache=None, dtype: Dtype = "float32"):
     """Output of the layer, and the cache moved past the call; chunks of 4, so that there are several."""
     context, moved = locate(CONFIG, Compute(dtype=dtype, chunk_size=4), x.shape[:2], segment_ids, None, cache)
-    out, entry = layer(x, context, None if cache is None else cache.layers[0])
+    out, entry, _ = layer(x, context, None if cache is None else cache.layers[0])
     return out, None if moved is None else dataclasses.replace(moved, layers=(entry,))
 
 
@@ -359,3 +360,32 @@ def test_cache_entry_is_made_of_what_the_config_says():
     (entry,) = empty_cache(CONFIG, 2, 9).layers
     assert isinstance(entry, DeltaNetCache)
     assert entry.conv.shape == (2, 3, 46) and entry.state.shape == (2, VALUE_HEADS, KEY, VALUE)
+
+
+def test_heads_computed_in_parts_are_those_computed_together():
+    """Values, the state and every gradient, over documents and padding; the sums over tokens are a formula's."""
+    layer = _layer(linear_num_key_heads=2)
+    x, ids = jnp.asarray(_random(2, 11, CONFIG.hidden_size)), jnp.asarray([[0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 0]] * 2)
+
+    @functools.partial(oracles.quick_jit, static_argnums=0)
+    def both(parts, layer, x):
+        context, _ = locate(CONFIG, Compute(chunk_size=4, delta_parts=parts), x.shape[:2], ids, None, None)
+
+        def total(layer, x):
+            out, _, stats = layer(x, context, None)
+            return jnp.sum(jnp.sin(out)), (out, stats)
+
+        return eqx.filter_grad(lambda args: total(*args), has_aux=True)((layer, x))
+
+    (slopes, (out, stats)), (expected, (right, _)) = both(2, layer, x), both(1, layer, x)
+    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-6)
+    for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    b, a = jnp.split((x @ layer.in_proj_ba.weight.T).reshape(2, 11, 2, 2 * REPEATS), 2, axis=-1)
+    real = np.asarray(ids) > 0
+    decay = -np.exp(layer.A_log) * np.logaddexp(0, np.asarray(a).reshape(2, 11, -1) + np.asarray(layer.dt_bias))
+    np.testing.assert_allclose(
+        stats.gate, (1 / (1 + np.exp(-np.asarray(b).reshape(2, 11, -1))))[real].sum(axis=0), rtol=1e-5
+    )
+    np.testing.assert_allclose(stats.decay, decay[real].sum(axis=0), rtol=1e-5)
+    assert float(stats.tokens) == real.sum() == 18

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from qwen3next.cache import AttentionCache, Cache, DeltaNetCache, empty_cache
 from qwen3next.config import Compute, Dispatch
 from qwen3next.hf import load_pretrained, table
-from qwen3next.loss import balance_loss, cross_entropy_sum
+from qwen3next.loss import balance_loss
 from qwen3next.model import Qwen3Next
 
 DATA = Path(__file__).parent / "data"
@@ -84,8 +84,8 @@ def _train(model: Qwen3Next, batch: tuple[Any, ...], weights: jax.Array, compute
     def losses(model: Qwen3Next) -> tuple[jax.Array, Any]:
         hidden = model.hidden(ids, segment_ids, compute=compute)
         logits = model.logits(hidden.states)
-        nats, count = cross_entropy_sum(logits, labels)
-        both = jnp.stack([nats / count, balance_loss(hidden.router)])
+        found = model.cross_entropy(hidden.states, labels)
+        both = jnp.stack([found.nats / found.labels, balance_loss(hidden.router)])
         return weights @ both, (logits, both)
 
     (_, values), gradient = eqx.filter_value_and_grad(losses, has_aux=True)(model)

@@ -31,6 +31,8 @@ from qwen3next.optim import leaf_rules, optimizer, trainable
 from qwen3next.training import gradients, initial_state, make_train_step
 from qwen3next.tree import leaf_path
 
+QUICK = {"xla_backend_optimization_level": 0}
+
 EVERYTHING = LoRAConfig(("all-linear", "head", "embedding"), rank=3)
 # A cycle, a remainder and a dense layer; no two of layers, experts, ranks and widths are equal.
 SHARED = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
@@ -193,13 +195,13 @@ def _tied() -> Qwen3Next:
     return adapted(config, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("dispatch", ["dense", "ragged", "blocks"])
+@pytest.mark.parametrize("dispatch", ["dense", "ragged", "blocks", "all_to_all"])
 def test_an_expert_has_an_adapter_of_its_own(dispatch):
     rng, (experts, rank, hidden, width) = np.random.default_rng(0), (5, 2, 8, 6)
     config = tiny_config(num_experts=experts, num_experts_per_tok=2, hidden_size=hidden, moe_intermediate_size=width)
     from qwen3next.experts import Experts
 
-    module = Experts(config, key=jax.random.key(0))
+    module, compute = Experts(config, key=jax.random.key(0)), Compute(dispatch=dispatch)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     A, B = draw(experts, rank, hidden), draw(experts, width, rank)
     adapted = eqx.tree_at(lambda m: m.up_proj, module, attach(module.up_proj, A, B, 0.5))
@@ -209,11 +211,11 @@ def test_an_expert_has_an_adapter_of_its_own(dispatch):
         up = module.up_proj.weight[expert] + 0.5 * B[expert] @ A[expert]
         inner = jax.nn.silu(x @ module.gate_proj.weight[expert].T) * (x @ up.T)
         expected = inner @ module.down_proj.weight[expert].T
-        np.testing.assert_allclose(adapted(x, weights, chosen, dispatch), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(adapted(x, weights, chosen, compute)[0], expected, rtol=1e-5, atol=1e-6)
         without = eqx.tree_at(lambda m: m.up_proj.lora_B, adapted, B.at[expert].set(0))
         for other in range(experts):
-            same = without(x, weights, jnp.full((9, 1), other, jnp.int32), dispatch)
-            changed = not np.array_equal(same, adapted(x, weights, jnp.full((9, 1), other, jnp.int32), dispatch))
+            same = without(x, weights, jnp.full((9, 1), other, jnp.int32), compute)[0]
+            changed = not np.array_equal(same, adapted(x, weights, jnp.full((9, 1), other, jnp.int32), compute)[0])
             assert changed == (other == expert)
 
 
@@ -278,7 +280,7 @@ def test_a_frozen_base_stays_bit_for_bit_and_every_layer_learns(tmp_path, dtype,
 
     before = base()
     first = jax.tree.map(np.array, state.params)
-    step = eqx.filter_jit(make_train_step(config, transform), donate="all-except-first")
+    step = eqx.filter_jit(make_train_step(config, transform), donate="all-except-first", compiler_options=QUICK)
     losses = []
     for _ in range(10):
         state, metrics = step((frozen, make_batch()), state)
@@ -355,8 +357,8 @@ def test_dropout_differs_between_steps_and_microbatches(tmp_path):
     model = perturbed(eqx.combine(state.params, frozen), jax.random.key(5), 0.5)
     params, frozen = eqx.partition(model, trainable(model))
     state = dataclasses.replace(state, params=params)
-    run = eqx.filter_jit(gradients)
-    step, batch = eqx.filter_jit(make_train_step(config, transform)), make_batch()
+    run = eqx.filter_jit(gradients, compiler_options=QUICK)
+    step, batch = eqx.filter_jit(make_train_step(config, transform), compiler_options=QUICK), make_batch()
     after, first = step((frozen, batch), state)
     _, second = step((frozen, batch), after)
     assert abs(float(first["loss"]) - float(second["loss"])) > 1e-3

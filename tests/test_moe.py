@@ -16,7 +16,7 @@ from qwen3next.experts import Experts
 from qwen3next.loss import balance_loss
 from qwen3next.moe import MoE, RouterStats
 
-DISPATCHES: tuple[Dispatch, ...] = ("dense", "blocks", "ragged")
+DISPATCHES: tuple[Dispatch, ...] = ("dense", "blocks", "ragged", "all_to_all")
 NAMES = ("x", "weights", "gate_proj", "up_proj", "down_proj")
 
 
@@ -49,7 +49,7 @@ def _loop(chosen, x, weights, *projections):
 def _dispatched(dispatch, chosen, x, weights, *projections):
     experts = Experts(_config(projections[0].shape[0], chosen.shape[1]), key=jax.random.key(0))
     experts = eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), experts, projections)
-    return experts(x, weights, chosen, dispatch)
+    return experts(x, weights, chosen, Compute(dispatch=dispatch, capacity_factor=0.6))[0]
 
 
 @functools.cache
@@ -109,6 +109,39 @@ def test_dispatch_equals_a_loop_over_tokens(route):
             _assert_each_close(actual, wanted, (dispatch, name))
             if name.endswith("proj"):
                 assert not np.any(actual[idle]), (dispatch, name)
+
+
+def test_what_exceeds_a_capacity_is_dropped_or_sent_later():
+    """On one device the first tokens' assignments fit; the others are counted, and lost only if overflow drops."""
+    experts, chosen = 3, _distinct(3, 20, 2)
+    x, weights, *projections = _arguments(experts, chosen)
+    module = Experts(_config(experts, 2), key=jax.random.key(0))
+    module = eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), module, projections)
+    fits = (np.arange(40) < 24).reshape(20, 2)  # 40 assignments x 0.6
+    for overflow, kept in (("drop", jnp.where(fits, weights, 0)), ("repeat", weights)):
+        compute = Compute(dispatch="all_to_all", capacity_factor=0.6, on_overflow=overflow)
+        out, over = module(x, weights, jnp.asarray(chosen, jnp.int32), compute)
+        assert float(over) == 16
+        np.testing.assert_allclose(out, _loop(chosen, x, kept, *projections), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_the_tokens_sent_one_after_another_change_nothing():
+    chosen = _distinct(6, 24, 2).astype(np.int32)
+    floats = _arguments(6, chosen)
+
+    def sent(parts):
+        def apply(x, weights, *projections):
+            experts = Experts(_config(6, 2), key=jax.random.key(0))
+            places = lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)  # noqa: E731
+            experts = eqx.tree_at(places, experts, projections)
+            compute = Compute(dispatch="all_to_all", capacity_factor=0.4, expert_chunks=parts)
+            return experts(x, weights, jnp.asarray(chosen), compute)[0]
+
+        out, pull = oracles.quick_jit(lambda *args: jax.vjp(apply, *args))(*floats)
+        return out, *pull(jnp.ones_like(out))
+
+    for one, other in zip(sent(1), sent(4), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 # --- The whole layer
@@ -250,7 +283,7 @@ def _pooled(layers, top_k):
 
 def _stats(probability, top_k):
     assigned = np.bincount(np.argsort(-probability)[:, :top_k].ravel(), minlength=EXPERTS)
-    leaves = (assigned, probability.sum(axis=0), len(probability))
+    leaves = (assigned, probability.sum(axis=0), len(probability), 0)
     return RouterStats(*(jnp.asarray(leaf, jnp.float32) for leaf in leaves))
 
 
@@ -267,10 +300,12 @@ def test_balance_loss_pools_layers(top_k):
 
 
 def test_balance_loss_is_top_k_at_balance_and_zero_without_experts():
-    even = [RouterStats(jnp.full(EXPERTS, 4.0), jnp.full(EXPERTS, 2.0), jnp.asarray(12.0)) for _ in range(3)]
+    even = [
+        RouterStats(jnp.full(EXPERTS, 4.0), jnp.full(EXPERTS, 2.0), jnp.asarray(12.0), jnp.zeros(())) for _ in range(3)
+    ]
     assert balance_loss(even) == pytest.approx(2, rel=1e-6)
     assert balance_loss([None, None]) == 0 and balance_loss([]) == 0
-    nothing = RouterStats(jnp.zeros(EXPERTS), jnp.zeros(EXPERTS), jnp.zeros(()))
+    nothing = RouterStats(jnp.zeros(EXPERTS), jnp.zeros(EXPERTS), jnp.zeros(()), jnp.zeros(()))
     assert balance_loss([nothing]) == 0
 
 

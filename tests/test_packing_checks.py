@@ -57,8 +57,8 @@ def _leaky_convolution(monkeypatch):
 def _leaky_attention(monkeypatch):
     mask = Context.attention_mask
 
-    def leaky(self, seq):
-        return mask(dataclasses.replace(self, packing=None), seq)
+    def leaky(self, queries):
+        return mask(dataclasses.replace(self, packing=None), queries)
 
     monkeypatch.setattr(Context, "attention_mask", leaky)
 

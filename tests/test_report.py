@@ -53,7 +53,7 @@ def test_experts_cost_what_their_rows_do(dispatch, rows):
     chosen = jnp.zeros((30, 2), jnp.int32)
 
     def forward(experts):
-        return jnp.sum(experts(x, weights, chosen, dispatch))
+        return jnp.sum(experts(x, weights, chosen, Compute(dispatch=dispatch))[0])
 
     products = 3 * 2 * rows * 16 * 24
     overhead = 0.15 * products  # router weights times outputs, and for `dense` the one-hot choice

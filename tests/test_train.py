@@ -29,6 +29,8 @@ from qwen3next.run_folder import load_run
 from qwen3next.structure import structure
 from qwen3next.training import TrainState, gradients, make_train_step
 
+QUICK = {"xla_backend_optimization_level": 0}
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,7 +46,7 @@ def test_accumulation_weighs_microbatches_by_their_real_tokens():
     # The balance loss is nonlinear in the batch, so it is off: what is left must be the mean over all real tokens.
     model, batch = tiny_model(router_aux_loss_coef=0.0), make_batch(8, 16)
     params, frozen = eqx.partition(model, trainable(model))
-    run = eqx.filter_jit(gradients)
+    run = eqx.filter_jit(gradients, compiler_options=QUICK)
     whole, loss = run(params, frozen, batch, 1, Compute())
     for parts in (2, 8):
         pieces, metrics = run(params, frozen, batch, parts, Compute())
@@ -67,7 +69,7 @@ def test_packed_documents_train_as_separate_ones_do():
             alone[name][at, : place.sum()] = values[int(at > 2)][place]
     model = tiny_model(router_aux_loss_coef=0.0)
     params, frozen = eqx.partition(model, trainable(model))
-    run = eqx.filter_jit(gradients)
+    run = eqx.filter_jit(gradients, compiler_options=QUICK)
     (one, loss), (other, separate) = (
         run(params, frozen, {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}, 1, Compute(chunk_size=16))
         for batch in (packed, alone)
@@ -177,7 +179,7 @@ BAD_CONFIGS = {
     "model.layer_types = ['full_attention']": "layer_types has 1 entries; num_hidden_layers is 4",
     "model.num_key_value_heads = 3": "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3",
     "compute.remat.placement = 'everywhere'": "compute.remat.placement 'everywhere' is unknown; allowed: none, block",
-    "typo.x = 1": "unknown key typo; allowed: model, data, optimizer, compute, lora, run",
+    "typo.x = 1": "unknown key typo; allowed: model, data, optimizer, compute, mesh, lora, run",
 }
 
 
