@@ -74,6 +74,7 @@ class Shards:
         """The module, its arrays gathered but along `tensor` and, of routed experts, the axes that `stay`.
 
         What travels is cast to `dtype` before, if that is narrower, and its gradient comes back as a scattered sum.
+        `anchor`, an activation of the loop that this stands in, keeps what is done with the arrays inside the loop.
         """
         if self.cuts is None:
             return self.module

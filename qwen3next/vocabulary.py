@@ -1,4 +1,4 @@
-"""The vocabulary in pieces: a lookup and a cross-entropy for which no device holds all of a table or of its logits.
+"""The vocabulary in pieces: no device holds all of a large table, nor all logits, for a lookup or a cross-entropy.
 
 A device holds some rows of the table; a piece joins a share of each device's. Pieces come one after another, each
 gathered when its turn comes and forgotten, also by the backward pass, which gathers it again and scatters its gradient.
@@ -56,6 +56,7 @@ class Pieces:
         columns = max(tokens, width) if joined else tokens
         size = held // min(-(-rows * columns // _LARGEST), held)
         count = -(-held // max(size, 1))
+        count = next((more for more in range(count, 2 * count) if held % more == 0), count)  # cut evenly it is no copy
         return cls(held, joined, count, sizes["tensor"] if "tensor" in cuts else 1)
 
     @property
