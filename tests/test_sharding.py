@@ -104,7 +104,7 @@ def test_what_does_not_divide_is_named(tmp_path, sizes, changes, told):
 
 def _run(*command, devices=8):
     flags = f"--xla_force_host_platform_device_count={devices}"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(TESTS.parent)}
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(TESTS.parent), "COLUMNS": "200"}
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, cwd=TESTS.parent)
 
 
@@ -132,7 +132,7 @@ def test_a_mesh_that_does_not_fit_is_one_line_and_nothing_on_disk(tmp_path):
 def test_the_plan_says_where_leaves_lie(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(dump_config(run_config(tmp_path)))
-    done = _run("train.py", path, "--mesh.expert", "4", "--dry-run")
+    done = _run("train.py", path, "--mesh.expert", "4", "--data.batch-size", "8", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "shards, mesh data 1 x fsdp 2 x expert 4 x tensor 1" in done.stdout
     assert any("experts.gate_proj.weight" in line and "expert" in line for line in done.stdout.splitlines())
