@@ -369,16 +369,18 @@ def test_heads_computed_in_parts_are_those_computed_together():
 
     @functools.partial(oracles.quick_jit, static_argnums=0)
     def both(parts, layer, x):
-        context, _ = locate(CONFIG, Compute(chunk_size=4, delta_parts=parts), x.shape[:2], ids, None, None)
+        cache = empty_cache(CONFIG, 2, 11)
+        context, _ = locate(CONFIG, Compute(chunk_size=4, delta_parts=parts), x.shape[:2], ids, None, cache)
 
         def total(layer, x):
-            out, _, stats = layer(x, context, None)
-            return jnp.sum(jnp.sin(out)), (out, stats)
+            out, entry, stats = layer(x, context, cache.layers[0])
+            return jnp.sum(jnp.sin(out)), (out, entry.state, stats)
 
         return eqx.filter_grad(lambda args: total(*args), has_aux=True)((layer, x))
 
-    (slopes, (out, stats)), (expected, (right, _)) = both(2, layer, x), both(1, layer, x)
+    (slopes, (out, state, stats)), (expected, (right, end, _)) = both(2, layer, x), both(1, layer, x)
     np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state, end, rtol=1e-5, atol=1e-6)
     for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     b, a = jnp.split((x @ layer.in_proj_ba.weight.T).reshape(2, 11, 2, 2 * REPEATS), 2, axis=-1)
