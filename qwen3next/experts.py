@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product
-from qwen3next.mesh import axis_sizes
+from qwen3next.mesh import axis_sizes, tokens_travel
 
 _LARGEST_BLOCK = 128
 
@@ -163,13 +163,8 @@ class Experts(eqx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, ""]]:
         """`sum_k weights[t, k] * expert_{chosen[t, k]}(x_t)`, and how many assignments of `real` tokens exceeded a
         capacity. What is not real may give anything."""
-        if tokens_travel(compute):
+        if tokens_travel(compute, axis_sizes()):
             if real is not None:  # padding is all alike: sent, it would all go to the same experts
                 chosen = jnp.where(real[:, None], chosen, self.num_experts)
             return self._there(x, weights, chosen, compute)
         return self._here(x, weights, chosen, compute), jnp.zeros(())
-
-
-def tokens_travel(compute: Compute) -> bool:
-    """Whether routed experts stay on their devices and tokens are sent to them."""
-    return compute.dispatch == "all_to_all" or (compute.dispatch == "auto" and axis_sizes()["expert"] > 1)

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from qwen3next.config import MeshConfig, TrainConfig
+from qwen3next.config import Compute, MeshConfig, TrainConfig
 from qwen3next.errors import require
 from qwen3next.tree import leaf_path, stacked_axes
 
@@ -89,6 +89,11 @@ def leaf_spec(path: str, shape: tuple[int, ...], sizes: Sizes) -> P:
     return P(*(names or None for names in leaf_cuts(path, shape, sizes)))
 
 
+def tokens_travel(compute: Compute, sizes: Sizes) -> bool:
+    """Whether routed experts stay on their devices and tokens are sent to them."""
+    return compute.dispatch == "all_to_all" or (compute.dispatch == "auto" and sizes["expert"] > 1)
+
+
 def check_mesh(config: TrainConfig, sizes: Sizes) -> None:
     """Raises `InputError` for experts, heads, widths or rows that do not divide among the devices."""
     model, compute = config.model, config.compute
@@ -115,9 +120,8 @@ def check_mesh(config: TrainConfig, sizes: Sizes) -> None:
         f"rows lie over (mesh data x fsdp x expert)",
     )
     tokens = rows // (parts * shards) * config.data.sequence_length
-    travel = moe and (compute.dispatch == "all_to_all" or (compute.dispatch == "auto" and sizes["expert"] > 1))
     require(
-        not travel or tokens % compute.expert_chunks == 0,
+        not (moe and tokens_travel(compute, sizes)) or tokens % compute.expert_chunks == 0,
         f"compute.expert_chunks is {compute.expert_chunks}; a device's {tokens} tokens must be a multiple of it",
     )
 

@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from qwen3next.cache import LayerCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context
-from qwen3next.experts import tokens_travel
 from qwen3next.layer import Layer, LayerStats
-from qwen3next.mesh import ALIKE, HEADS, ROWS
+from qwen3next.mesh import ALIKE, HEADS, ROWS, axis_sizes, tokens_travel
 from qwen3next.mixer import MixerStats
 from qwen3next.pattern import Grouped, Pattern, Run, find_pattern
 from qwen3next.shards import Shards, on_devices
@@ -68,7 +67,7 @@ class Stacked(eqx.Module, Generic[M]):
 
 
 def _call(shards: Shards, h: Hidden, context: Context, cache: LayerCache | None) -> PyTree:
-    layer = shards.gather(h.dtype, h, stay=("expert",) if tokens_travel(context.compute) else ())
+    layer = shards.gather(h.dtype, h, stay=("expert",) if tokens_travel(context.compute, axis_sizes()) else ())
     return layer(h, context, cache)
 
 
