@@ -46,9 +46,14 @@ def _loop(chosen, x, weights, *projections):
     return jax.lax.map(lambda token: _one_token(*token, *projections), (chosen, x, weights))
 
 
+def _with(projections, top_k):
+    """Experts with these weights."""
+    experts = Experts(_config(projections[0].shape[0], top_k), key=jax.random.key(0))
+    return eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), experts, projections)
+
+
 def _dispatched(dispatch, chosen, x, weights, *projections):
-    experts = Experts(_config(projections[0].shape[0], chosen.shape[1]), key=jax.random.key(0))
-    experts = eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), experts, projections)
+    experts = _with(projections, chosen.shape[1])
     return experts(x, weights, chosen, Compute(dispatch=dispatch, capacity_factor=0.6))[0]
 
 
@@ -115,8 +120,7 @@ def test_what_exceeds_a_capacity_is_dropped_or_sent_later():
     """On one device the first tokens' assignments fit; the others are counted, and lost only if overflow drops."""
     experts, chosen = 3, _distinct(3, 20, 2)
     x, weights, *projections = _arguments(experts, chosen)
-    module = Experts(_config(experts, 2), key=jax.random.key(0))
-    module = eqx.tree_at(lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight), module, projections)
+    module = _with(projections, 2)
     fits = (np.arange(40) < 24).reshape(20, 2)  # 40 assignments x 0.6
     for overflow, kept in (("drop", jnp.where(fits, weights, 0)), ("repeat", weights)):
         compute = Compute(dispatch="all_to_all", capacity_factor=0.6, on_overflow=overflow)
@@ -131,11 +135,8 @@ def test_parts_of_the_tokens_sent_one_after_another_change_nothing():
 
     def sent(parts):
         def apply(x, weights, *projections):
-            experts = Experts(_config(6, 2), key=jax.random.key(0))
-            places = lambda m: (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)  # noqa: E731
-            experts = eqx.tree_at(places, experts, projections)
             compute = Compute(dispatch="all_to_all", capacity_factor=0.4, expert_chunks=parts)
-            return experts(x, weights, jnp.asarray(chosen), compute)[0]
+            return _with(projections, 2)(x, weights, jnp.asarray(chosen), compute)[0]
 
         out, pull = oracles.quick_jit(lambda *args: jax.vjp(apply, *args))(*floats)
         return out, *pull(jnp.ones_like(out))
