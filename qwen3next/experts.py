@@ -6,12 +6,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from qwen3next.blocks import in_blocks
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
-from qwen3next.linear import AbstractLinear, Linear, Product
+from qwen3next.linear import AbstractLinear, Linear, Product, product
 from qwen3next.mesh import axis_sizes, tokens_travel
-
-_LARGEST_BLOCK = 128
 
 
 @jax.custom_vjp
@@ -46,12 +45,6 @@ _send.defvjp(lambda x, source, place: (_send(x, source, place), (source, place))
 _collect.defvjp(lambda y, source, place: (_collect(y, source, place), (source, place)), _collect_backward)
 
 
-def _block_size(assignments: int, experts: int) -> int:
-    """Rows of a block: about an expert's share, so that little is padding, as a power of two."""
-    share = max(assignments // experts, 1)
-    return min(_LARGEST_BLOCK, 1 << (share - 1).bit_length())
-
-
 # Rows [places, in] in groups, with a group's [out, in]: the published layout, which needs no transposed copy.
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -80,21 +73,23 @@ class Experts(eqx.Module):
         """Experts whose weights are here: all, or those of one device."""
         return jax.tree.leaves(self.gate_proj)[0].shape[0]
 
-    def _swiglu(self, rows: Float[Array, "*rows hidden"], product: Product) -> Float[Array, "*rows hidden"]:
+    def _swiglu(
+        self, rows: Float[Array, "*rows hidden"], product: Product, share: Array | float = 1.0
+    ) -> Float[Array, "*rows hidden"]:
         rows = checkpoint_name(rows, "expert_rows")
         gate, up = (checkpoint_name(y(rows, product), "expert_hidden") for y in (self.gate_proj, self.up_proj))
-        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up, product), "expert_out")
+        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up * share, product), "expert_out")
 
     def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Every expert on every token: the reference."""
 
-        def product(rows: Array, weight: Array) -> Array:
+        def by_expert(rows: Array, weight: Array) -> Array:
             return jnp.einsum("tei,eoi->teo", rows, weight.astype(rows.dtype))
 
         rows = jnp.broadcast_to(x[:, None], (x.shape[0], self.held, x.shape[1]))
         one_hot = jax.nn.one_hot(chosen, self.held, dtype=x.dtype)
         share = jnp.einsum("tk,tke->te", weights, one_hot)
-        return jnp.einsum("te,teh->th", share, self._swiglu(rows, product))
+        return jnp.einsum("te,teh->th", share, self._swiglu(rows, by_expert))
 
     def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, and a grouped product over them."""
@@ -102,35 +97,19 @@ class Experts(eqx.Module):
         place = jnp.argsort(source).reshape(chosen.shape)
         sizes = jnp.bincount(chosen.reshape(-1), length=self.held).astype(jnp.int32)
 
-        def product(rows: Array, weight: Array) -> Array:
+        def by_group(rows: Array, weight: Array) -> Array:
             return jax.lax.ragged_dot_general(rows, weight.astype(rows.dtype), sizes, _BY_GROUP)
 
-        out = self._swiglu(_send(x, source, place), product)
+        out = self._swiglu(_send(x, source, place), by_group)
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """Assignments sorted by expert, each expert's filled up to whole blocks, and one batched product of blocks."""
-        experts, assignments = self.held, chosen.size
-        size = _block_size(assignments, experts)
-        blocks = (assignments + min(experts, assignments) * (size - 1)) // size
-        flat = chosen.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        counts = jnp.bincount(flat, length=experts)
-        block_ends = jnp.cumsum(-(-counts // size))
-        before = (block_ends - -(-counts // size)) * size - (jnp.cumsum(counts) - counts)
-        places = jnp.arange(assignments) + before[flat[order]]
-        place = jnp.zeros(assignments, jnp.int32).at[order].set(places.astype(jnp.int32), unique_indices=True)
-        empty = jnp.full(blocks * size, assignments, jnp.int32)
-        source = empty.at[place].set(jnp.arange(assignments, dtype=jnp.int32), unique_indices=True)
-        owner = jnp.minimum(jnp.searchsorted(block_ends, jnp.arange(blocks), side="right"), experts - 1)
+        """Assignments sorted by expert, each expert's filled up to whole blocks, one block after another."""
 
-        def product(rows: Array, weight: Array) -> Array:
-            return jnp.einsum("nbi,noi->nbo", rows, weight[owner].astype(rows.dtype))
+        def apply(expert: "Experts", rows: Array, share: Array) -> Array:
+            return expert._swiglu(rows, product, share)
 
-        place = place.reshape(chosen.shape)
-        rows = _send(x, source, place).reshape(blocks, size, -1)
-        out = self._swiglu(rows, product).reshape(blocks * size, -1)
-        return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
+        return in_blocks(apply, self, x, weights, chosen, self.held)
 
     def _here(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> Array:
         dispatch = compute.dispatch
