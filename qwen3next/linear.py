@@ -63,7 +63,7 @@ class AbstractEmbedding(eqx.Module):
         """Each token's row."""
 
     @abc.abstractmethod
-    def logits(self, states: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    def logits(self, states: Float[Array, "*batch hidden"], product: Product = product) -> Float[Array, "*batch vocab"]:
         """Each state's product with every row."""
 
 
@@ -78,5 +78,5 @@ class Embedding(AbstractEmbedding):
     def __call__(self, ids: Int[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, "*batch hidden"]:
         return self.weight[ids].astype(dtype)
 
-    def logits(self, states: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    def logits(self, states: Float[Array, "*batch hidden"], product: Product = product) -> Float[Array, "*batch vocab"]:
         return product(states, self.weight)

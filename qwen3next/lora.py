@@ -72,8 +72,8 @@ class LoRAEmbedding(AbstractEmbedding):
         low = jnp.moveaxis(self.lora_A[:, ids], 0, -1).astype(dtype)
         return self.base(ids, dtype) + self.scale * product(low, self.lora_B)
 
-    def logits(self, states: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        return self.base.logits(states) + self.scale * product(product(states, self.lora_B.T), self.lora_A.T)
+    def logits(self, states: Float[Array, "*batch hidden"], product: Product = product) -> Float[Array, "*batch vocab"]:
+        return self.base.logits(states, product) + self.scale * product(product(states, self.lora_B.T), self.lora_A.T)
 
     def merged(self) -> Embedding:
         """The one table that does the same, in the base's dtype."""

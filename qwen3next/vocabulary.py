@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from qwen3next.config import IGNORED_LABEL
 from qwen3next.jaxprs import INTERNAL
-from qwen3next.linear import AbstractEmbedding, AbstractLinear
+from qwen3next.linear import AbstractEmbedding, AbstractLinear, product
 from qwen3next.mesh import ALIKE, ROWS, axis_sizes, leaf_cuts, tensor_axis
 from qwen3next.shards import Shards, on_devices, summed, whole
 from qwen3next.tree import leaf_path
@@ -109,8 +109,42 @@ class Pieces:
         return jax.lax.scan(apart, start, (cut, jnp.arange(self.count)))
 
 
+@jax.custom_vjp
+def _wide_product(x: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """`product`, for far more outputs than inputs: nothing as large as the outputs is transposed for the gradient."""
+    return product(x, weight)
+
+
+def _wide_product_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, weight = kept
+    rows, slopes = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
+    d_weight = jnp.einsum("ti,to->io", rows, slopes)
+    # Without a factor between them, XLA makes product and transpose one product, of the slopes transposed.
+    one = jnp.where(rows[0, 0] == rows[0, 0], 1, jnp.nan).astype(d_weight.dtype)
+    return jnp.einsum("...o,oi->...i", cotangent, weight.astype(x.dtype)), (d_weight * one).T.astype(weight.dtype)
+
+
+_wide_product.defvjp(lambda x, weight: (product(x, weight), (x, weight)), _wide_product_backward)
+
+
+@jax.custom_vjp
+def _picked(logits: Float[Array, "*batch vocab"], place: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Each row's logit at its place. JAX's own derivative scatters into zeros as many as the logits."""
+    return jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
+
+
+def _picked_backward(kept: tuple[int, Array], cotangent: Array) -> tuple[Array, None]:
+    size, place = kept
+    return jnp.where(place[..., None] == jnp.arange(size), cotangent[..., None], 0), None
+
+
+_picked.defvjp(lambda logits, place: (_picked(logits, place), (logits.shape[-1], place)), _picked_backward)
+
+
 def _logits(table: Table, states: Array) -> Array:
-    return table.logits(states) if isinstance(table, AbstractEmbedding) else table(states)
+    if isinstance(table, AbstractEmbedding):
+        return table.logits(states, _wide_product)
+    return table(states, _wide_product)
 
 
 def embed(
@@ -151,10 +185,10 @@ def cross_entropy(
 
         def one(_: None, piece: Table, number: Any) -> tuple[None, tuple[Array, Array]]:
             logits = _logits(piece, wide.astype(states.dtype)).astype(jnp.float32)
-            logits = jnp.where(pieces.real(number), logits, -jnp.inf)
+            if pieces.held % pieces.count:
+                logits = jnp.where(pieces.real(number), logits, -jnp.inf)
             place, here = pieces.find(wanted, number)
-            picked = jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
-            return None, (jax.nn.logsumexp(logits, axis=-1), jnp.where(here, picked, 0))
+            return None, (jax.nn.logsumexp(logits, axis=-1), jnp.where(here, _picked(logits, place), 0))
 
         _, (parts, picked) = pieces.scan(one, None, table, name, states.dtype)
         picked = jnp.sum(picked, axis=0)
