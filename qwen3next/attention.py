@@ -55,10 +55,12 @@ class GatedAttention(AbstractMixer[AttentionCache]):
             k = rotate(self.k_norm(k), context.cos, context.sin)
             q, k = (checkpoint_name(y, "attention_qk") for y in (q, k))
         if cache is not None and context.slots is not None:
-            at = (0, context.slots.offset, 0, 0)
-            k = jax.lax.dynamic_update_slice(cache.key, k, at)
-            v = jax.lax.dynamic_update_slice(cache.value, v, at)
-            cache = AttentionCache(k, v)
+            at = (0, 0, context.slots.offset, 0)
+            new = (jnp.moveaxis(y, 1, 2) for y in (k, v))
+            held = map(jax.lax.dynamic_update_slice, (cache.key, cache.value), new, (at, at))
+            cache = AttentionCache(*held)
+            if not context.keys_are_own:
+                k, v = (jnp.moveaxis(y, 1, 2) for y in (cache.key, cache.value))
         with jax.named_scope("attention"):
             out = attend(q, k, v, context)
         gate = jax.nn.sigmoid(gate)

@@ -1,6 +1,7 @@
 """What a decoder remembers between calls: one cache type a mixer, and where each row stands."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -19,8 +20,8 @@ class DeltaNetCache(eqx.Module):
 class AttentionCache(eqx.Module):
     """Keys, normed and rotated, and values; a slot that holds no token is masked by `Cache.documents`."""
 
-    key: Float[Array, "batch slot kv_heads head"]
-    value: Float[Array, "batch slot kv_heads head"]
+    key: Float[Array, "batch kv_heads slot head"]
+    value: Float[Array, "batch kv_heads slot head"]
 
 
 LayerCache = DeltaNetCache | AttentionCache
@@ -59,11 +60,13 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype
                 conv=jnp.zeros((batch, config.linear_conv_kernel_dim - 1, config.conv_dim), dtype),
                 state=jnp.zeros((batch, heads, key, value), jnp.float32),
             )
-        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
+        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
         return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
     layers = tuple(layer(kind.mixer) for kind in config.layer_kinds)
-    return Cache(layers, zeros(batch, capacity), zeros(batch), zeros(batch), zeros(batch), zeros())
+    with jax.ensure_compile_time_eval():  # that nothing is used yet is known while a program is traced
+        used = jnp.int32(0)
+    return Cache(layers, zeros(batch, capacity), zeros(batch), zeros(batch), zeros(batch), used)

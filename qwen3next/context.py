@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen3next.cache import Cache
@@ -49,10 +50,16 @@ class Context(eqx.Module):
     slots: Slots | None
     compute: Compute = eqx.field(static=True)
 
+    @property
+    def keys_are_own(self) -> bool:
+        """Whether the call's own keys are all: there is no cache, or one known to be empty while this is traced."""
+        offset = None if self.slots is None else self.slots.offset
+        return offset is None or (not isinstance(offset, Tracer) and int(offset) == 0)
+
     def attention_mask(self, queries: Int[Array, " rows"]) -> Bool[Array, "#batch rows slot"]:
         """Rows of the mask, those of the call's tokens `queries`: each sees the slots up to its own of its document."""
         seq = self.cos.shape[1]
-        if self.slots is not None:
+        if self.slots is not None and not self.keys_are_own:
             held, offset = self.slots.documents, self.slots.offset
         elif self.packing is not None:
             held, offset = self.packing.documents, 0

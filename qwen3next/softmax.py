@@ -1,14 +1,13 @@
 """Causal softmax attention within documents: the ways to compute it. None holds a row's every query against every key.
 
-`plain` is `jax.nn.dot_product_attention`, of a long row a block of queries at a time, each with its own rows of the
-mask; the backward pass computes a block again. `splash` is the TPU kernel that JAX ships
-(`jax.experimental.pallas.ops.tpu.splash_attention`); for any other platform it is interpreted, slowly.
+`plain` is one softmax of products, a block of queries at a time, with its rows of the mask. `splash` is the TPU kernel
+that JAX ships (`jax.experimental.pallas.ops.tpu.splash_attention`); for any other platform it is interpreted, slowly.
 `cudnn` is cuDNN's flash attention, by way of `jax.nn.dot_product_attention`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,9 @@ from qwen3next.context import Context
 from qwen3next.errors import require
 from qwen3next.jaxprs import INTERNAL
 
-_QUERIES = 1024  # of a block of `plain`, and of `cudnn` where there is a mask
+_QUERIES = 128  # of a block of `plain`: what it computes stays in a core's cache
+_CUDNN_QUERIES = 1024  # of a block of `cudnn` where there is a mask
+_SEGMENTS = 8  # of a row: each is compiled, and sees the keys up to its end
 _TILE = 512  # of splash: with 1024, heads of 256 do not fit into the memory of a v5e's or v5p's core
 _LANES = 128  # tiles of splash are multiples of it
 _TILES = 512  # of a row: splash holds a table of all pairs in a core's scalar memory, 1 MiB
@@ -41,38 +42,66 @@ def _pad(x: Array, seq: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, seq - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def _plain(
-    q: Array, k: Array, v: Array, context: Context, scale: float, implementation: Literal["xla", "cudnn"] = "xla"
-) -> Array:
-    def attend(queries: Array, q: Array, k: Array, v: Array) -> Array:
-        mask = context.attention_mask(queries)[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=implementation)
+Block = Callable[..., Array]  # (q, k, v, mask [#batch, queries, keys]) -> outputs
 
+
+def _in_blocks(q: Array, k: Array, v: Array, context: Context, one: Block, largest: int) -> Array:
+    """`one` of at most `largest` queries at a time, with the keys that some of them see.
+
+    The keys end where a segment of the queries ends, unless they are a cache's. A short row's segments are its blocks;
+    a long one's, which are few, go through theirs one after another, and the backward pass computes a block again.
+    """
     batch, seq, *heads = q.shape
-    if seq <= _QUERIES:
-        return attend(jnp.arange(seq), q, k, v)
-    count, size = _blocks(seq, _QUERIES, 8)
+    count, size = _blocks(seq, largest, 1 if seq <= largest else 8)
+    per_segment = -(-count // _SEGMENTS)
+    q = jnp.moveaxis(_pad(q, count * size).reshape(batch, count, size, *heads), 1, 0)
+    queries = jnp.minimum(jnp.arange(count * size), seq - 1).reshape(count, size)
     wide_k, wide_v = (x.astype(jnp.float32) for x in (k, v))  # their gradients are sums over blocks, in this dtype
 
-    @partial(jax.checkpoint, prevent_cse=False)
-    def block(queries: Array, q: Array) -> Array:
-        return attend(queries, q, wide_k.astype(k.dtype), wide_v.astype(v.dtype))
+    def block(end: int, queries: Array, q: Array) -> Array:
+        keys = (x[:, :end].astype(k.dtype) for x in (wide_k, wide_v))
+        return one(q, *keys, context.attention_mask(queries)[..., :end])
 
-    queries = jnp.minimum(jnp.arange(count * size), seq - 1).reshape(count, size)
-    q = jnp.moveaxis(_pad(q, count * size).reshape(batch, count, size, *heads), 1, 0)
-
-    def apart(xs: tuple[Array, Array]) -> Array:
+    def apart(end: int, xs: tuple[Array, Array]) -> Array:
         with jax.named_scope(INTERNAL):
-            return block(*xs)
+            return jax.checkpoint(partial(block, end), prevent_cse=False)(*xs)
 
-    out = jax.lax.map(apart, (queries, q))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, *heads)[:, :seq]
+    outs = []
+    for first in range(0, count, per_segment):
+        last = min(first + per_segment, count)
+        end = min(last * size, seq) if context.keys_are_own else k.shape[1]
+        if per_segment == 1:
+            outs.append(block(end, queries[first], q[first])[None])
+        else:
+            outs.append(jax.lax.map(partial(apart, end), (queries[first:last], q[first:last])))
+    out = jnp.moveaxis(jnp.concatenate(outs), 0, 1)
+    return out.reshape(batch, count * size, *heads)[:, :seq]
+
+
+def _plain(q: Array, k: Array, v: Array, context: Context, scale: float) -> Array:
+    def one(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        (batch, queries, _, head), (_, keys, kv_heads, _) = q.shape, k.shape
+        grouped = jnp.moveaxis(q.reshape(batch, queries, kv_heads, -1, head), 1, 3)  # by key head: one product each
+        rows = grouped.reshape(batch, kv_heads, -1, head)
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        scores = scale * product("bhqd,bkhd->bhqk", rows, k).reshape(batch, kv_heads, -1, queries, keys)
+        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        shares = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+        total = jnp.sum(shares, axis=-1, keepdims=True)
+        if v.dtype != jnp.float32:  # what is rounded must be the softmax, or rows of its derivative do not sum to 0
+            shares, total = shares / total, 1.0
+        sums = product("bhqk,bkhd->bhqd", shares.reshape(batch, kv_heads, -1, keys).astype(v.dtype), v)
+        out = sums.reshape(*shares.shape[:-1], head) / total
+        return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+
+    return _in_blocks(q, k, v, context, one, _QUERIES)
 
 
 def _cudnn(q: Array, k: Array, v: Array, context: Context, scale: float) -> Array:
+    attend = partial(jax.nn.dot_product_attention, scale=scale, implementation="cudnn")
     if context.packing is not None:  # a mask is an array there, too
-        return _plain(q, k, v, context, scale, "cudnn")
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+        return _in_blocks(q, k, v, context, lambda q, k, v, mask: attend(q, k, v, mask=mask[:, None]), _CUDNN_QUERIES)
+    return attend(q, k, v, is_causal=True)
 
 
 def _sees(query: Array, key: Array) -> Bool[Array, "..."]:

@@ -53,7 +53,7 @@ def _remembered(cache: Any, row: int) -> list[np.ndarray]:
         if isinstance(entry, DeltaNetCache):
             found += [np.asarray(entry.state)[row], np.asarray(entry.conv)[row]]
         else:
-            found += [np.asarray(entry.key)[row, slots], np.asarray(entry.value)[row, slots]]
+            found += [np.asarray(entry.key)[row][:, slots], np.asarray(entry.value)[row][:, slots]]
     return found
 
 
@@ -77,7 +77,7 @@ def test_empty(dtype):
         if isinstance(entry, DeltaNetCache):
             assert shapes == {"conv": ((3, 4, 2 * 16 + 64), dtype), "state": ((3, 4, 8, 16), "float32")}
         else:
-            assert shapes == {name: ((3, 7, 2, 12), dtype) for name in ("key", "value")}
+            assert shapes == {name: ((3, 2, 7, 12), dtype) for name in ("key", "value")}
     rest = (cache.documents, cache.segment, cache.document, cache.count, cache.used)
     assert [leaf.shape for leaf in rest] == [(3, 7), (3,), (3,), (3,), ()]
     assert all(not leaf.any() for leaf in jax.tree.leaves(cache))
@@ -105,7 +105,7 @@ def test_each_entry_stays_with_its_layer(changes):
         for name, leaf in vars(new).items():
             leaf, before = np.asarray(leaf), np.asarray(getattr(old, name))
             if isinstance(new, AttentionCache):  # the padding's own slots are written, and masked for good
-                leaf, before = np.delete(leaf, range(3, 7), axis=1), np.delete(before, range(3, 7), axis=1)
+                leaf, before = (np.delete(y, range(3, 7), axis=2) for y in (leaf, before))
             np.testing.assert_array_equal(leaf, before)
 
 
@@ -245,11 +245,14 @@ def test_padding_changes_nothing_and_rows_go_on_alike():
 def _with_room(cache: Any) -> Any:
     """The same with as many slots again."""
 
-    def wider(leaf: jax.Array) -> jax.Array:
-        return jnp.pad(leaf, [(0, 0), (0, leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
+    def wider(leaf: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(leaf, [(0, size if at == axis else 0) for at, size in enumerate(leaf.shape)])
 
-    layers = [jax.tree.map(wider, entry) if isinstance(entry, AttentionCache) else entry for entry in cache.layers]
-    return eqx.tree_at(lambda c: (c.layers, c.documents), cache, (tuple(layers), wider(cache.documents)))
+    layers = [
+        jax.tree.map(lambda leaf: wider(leaf, 2), entry) if isinstance(entry, AttentionCache) else entry
+        for entry in cache.layers
+    ]
+    return eqx.tree_at(lambda c: (c.layers, c.documents), cache, (tuple(layers), wider(cache.documents, 1)))
 
 
 def test_the_padding_token_does_not_matter():

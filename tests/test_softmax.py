@@ -82,10 +82,9 @@ def _primitives(function, *args):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_short_rows_are_one_product(packed, dtype):
-    """To the bit."""
-    seq = 37
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+@pytest.mark.parametrize("seq", [37, 300])  # one block, and three of which each has its own keys
+def test_plain_is_the_library_s_product(packed, dtype, tolerance, seq):
     q, k, v = _qkv(seq, dtype=dtype)
     ids = _ids(seq) if packed else jnp.ones((2, seq), jnp.int32)
     mask = jnp.tril(jnp.ones((seq, seq), bool)) & (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
@@ -96,7 +95,9 @@ def test_short_rows_are_one_product(packed, dtype):
             return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=8**-0.5)
 
     out = jax.jit(lambda *qkv: attend(*qkv, _context("plain", (2, seq), ids if packed else None)))(q, k, v)
-    np.testing.assert_array_equal(out, whole(q, k, v, mask))
+    real = np.asarray(ids) > 0
+    out, expected = (np.asarray(y, np.float32)[real] for y in (out, whole(q, k, v, mask)))
+    assert np.abs(out - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("seq", [48, 37])  # three whole blocks, or of which the last is not full
@@ -154,7 +155,7 @@ def test_no_array_holds_every_pair(kind, packed):
     arrays = [variable.aval for equation, _ in equations(traced) for variable in equation.outvars]
     shapes = {array.shape for array in arrays if hasattr(array, "shape")}
     largest = max(shapes, key=np.prod)
-    assert np.prod(largest) <= c.num_attention_heads * softmax._QUERIES * seq, largest
+    assert np.prod(largest) <= c.num_attention_heads * max(softmax._QUERIES, c.head_dim) * seq, largest
     assert all(sum(size >= seq for size in shape) <= 1 for shape in shapes)
 
 
@@ -243,7 +244,9 @@ def test_splash_is_compiled_for_a_tpu_from_here():
 # --- cuDNN, which nothing here can run
 
 
-@pytest.mark.parametrize(("seq", "packed", "loops"), [(64, False, 0), (64, True, 0), (2048, True, 1), (2048, False, 0)])
+@pytest.mark.parametrize(
+    ("seq", "packed", "loops"), [(64, False, 0), (64, True, 0), (16384, True, 1), (2048, False, 0)]
+)
 def test_cudnn_is_called(monkeypatch, seq, packed, loops):
     stated = jax._src.cudnn.fused_attention_stablehlo
     monkeypatch.setattr(stated, "check_cudnn_version", lambda: 91_000)
