@@ -236,8 +236,9 @@ class Compute:
     """How the model is computed. Only `on_overflow` "drop" changes what is computed; all else changes rounding.
 
     `dtype` is that of activations and products. `unroll` writes the layers out instead of scanning over them.
-    `chunk_size` is that of the gated delta rule; `delta_parts`: parts of a layer's heads that it computes one after
-    another, each a unit of rematerialisation, so that only one part's intermediates are there at a time.
+    `chunk_size` is that of the gated delta rule, 0 for one by the width of a head; `delta_parts`: parts of a layer's
+    heads that it computes one after another, each a unit of rematerialisation, so that only one part's intermediates
+    are there at a time.
     `dispatch` is how tokens meet experts: `auto` is `all_to_all` where the mesh has an expert axis, `blocks` on a CPU
     and `ragged` elsewhere. Of `all_to_all`, `capacity_factor` is how many rows a device has room for from each other,
     by the number in perfect balance, and `on_overflow` what becomes of the rest: `repeat` sends it in further passes,
@@ -249,7 +250,7 @@ class Compute:
 
     dtype: Dtype = "float32"
     remat: Remat = field(default_factory=Remat)
-    chunk_size: int = 64
+    chunk_size: int = 0
     delta_parts: int = 1
     dispatch: Dispatch = "auto"
     capacity_factor: float = 1.25
@@ -268,7 +269,8 @@ class Compute:
         require_positive("compute", delta_parts=self.delta_parts)
         require_choice("compute.attention", self.attention, AttentionKind)
         size = self.chunk_size
-        require(size > 0 and size & (size - 1) == 0, f"compute.chunk_size is {size}; it must be a power of two")
+        choice = "it must be a power of two, or 0 for one by the width of a head"
+        require(size >= 0 and size & (size - 1) == 0, f"compute.chunk_size is {size}; {choice}")
 
     @property
     def target(self) -> str:

@@ -172,16 +172,18 @@ def gated_delta_rule(
     state: Float[Array, "batch value_heads key value"],
     resets: Bool[Array, "batch seq"] | None = None,
     *,
-    chunk_size: int = 64,
+    chunk_size: int = 0,
 ) -> tuple[Float[Array, "batch seq value_heads value"], Float[Array, "batch value_heads key value"]]:
     """Outputs and the state after the last token; all float32.
 
     `q` and `k` are normalised, `q` scaled; key head j serves value heads jR to jR+R-1. `g <= 0` is the log-decay.
     `g = beta = 0` makes a token inert. Where `resets` is true the state is emptied before the token.
-    `chunk_size` is a power of two; a single token takes the one-step form.
+    `chunk_size` is a power of two, or 0: by the width of a key, 16 to 64, since within a chunk each token meets each
+    other and between chunks each meets a state of that width. A single token takes the one-step form.
     """
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two")
+    if chunk_size < 0 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two, or 0")
+    chunk_size = chunk_size or min(max(16, 1 << (q.shape[-1] - 1).bit_length()), 64)
     if q.shape[1] == 1:
         reset = None if resets is None else resets[:, 0]
         out, state = _step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state, reset)

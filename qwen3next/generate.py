@@ -15,6 +15,7 @@ from qwen3next.errors import InputError, require
 from qwen3next.model import Qwen3Next
 
 _SMALLEST_BUCKET = 64
+_AT_ONCE = 32  # tokens that the device makes before the host looks at them
 
 
 def bucket(length: int) -> int:
@@ -30,9 +31,11 @@ class _Progress(eqx.Module):
     cache: Cache
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _advance(
-    inputs: tuple[Qwen3Next, Compute, Int[Array, " ends"]],
+Inputs = tuple[Qwen3Next, Compute, Int[Array, " ends"]]
+
+
+def _next(
+    inputs: Inputs,
     input_ids: Int[Array, "batch seq"],
     segment_ids: Int[Array, "batch seq"],
     ended: Bool[Array, " batch"],
@@ -44,6 +47,37 @@ def _advance(
     assert cache_after is not None
     token = jnp.argmax(model.logits(states[:, -1]).astype(jnp.float32), axis=-1).astype(jnp.int32)
     return _Progress(token, ended | jnp.any(token[:, None] == ends[None, :], axis=1), cache_after)
+
+
+@eqx.filter_jit
+def prefill(
+    inputs: Inputs, input_ids: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"], capacity: int
+) -> _Progress:
+    """The prompts' next tokens, and a cache of `capacity` that holds the prompts."""
+    model, compute, _ = inputs
+    batch = input_ids.shape[0]
+    cache = empty_cache(model.config, batch, capacity, jnp.dtype(compute.dtype))
+    return _next(inputs, input_ids, segment_ids, jnp.zeros(batch, bool), cache)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def steps(
+    inputs: Inputs, state: _Progress, count: Int[Array, ""]
+) -> tuple[_Progress, Int[Array, "_AT_ONCE batch"], Int[Array, ""]]:
+    """Up to `count` steps of one token, fewer if all rows end; the tokens, -1 of an ended row, and how many steps."""
+
+    def wanted(carry: tuple[_Progress, Array, Array]) -> Array:
+        state, _, made = carry
+        return (made < count) & ~jnp.all(state.ended)
+
+    def step(carry: tuple[_Progress, Array, Array]) -> tuple[_Progress, Array, Array]:
+        state, tokens, made = carry
+        segments = jnp.where(state.ended, 0, 1)[:, None].astype(jnp.int32)
+        after = _next(inputs, state.token[:, None], segments, state.ended, state.cache)
+        return after, tokens.at[made].set(jnp.where(state.ended, -1, after.token)), made + 1
+
+    nothing = jnp.full((_AT_ONCE, state.token.size), -1, jnp.int32)
+    return jax.lax.while_loop(wanted, step, (state, nothing, jnp.int32(0)))
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -84,14 +118,14 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, length - len(prompt) :] = prompt
         segments[row, length - len(prompt) :] = 1
-    cache = empty_cache(model.config, len(prompts), length + bucket(max_new_tokens), jnp.dtype(compute.dtype))
-    inputs = (model, compute, jnp.asarray(np.array(end_of_text, np.int32)))
-    ended = np.zeros(len(prompts), bool)
-    state = _advance(inputs, jnp.asarray(ids), jnp.asarray(segments), jnp.asarray(ended), cache)
-    for made in range(1, max_new_tokens + 1):
-        token, was_ended, ended = jax.device_get(state.token), ended, jax.device_get(state.ended)
-        yield np.where(was_ended, np.int32(-1), token)
-        if made == max_new_tokens or ended.all():
-            return
-        segments = jnp.where(state.ended, 0, 1)[:, None].astype(jnp.int32)
-        state = _advance(inputs, state.token[:, None], segments, state.ended, state.cache)
+    ends, capacity = jnp.asarray(np.array(end_of_text, np.int32)), length + bucket(max_new_tokens)
+    state = prefill((model, compute, ends), jnp.asarray(ids), jnp.asarray(segments), capacity)
+    yield jax.device_get(state.token)
+    if compute.target == "cpu":
+        model = eqx.tree_at(lambda model: model.decoder, model, model.decoder.apart())
+    left, count = max_new_tokens - 1, 1
+    while left > 0:
+        state, tokens, made = steps((model, compute, ends), state, jnp.int32(min(left, count)))
+        yield from jax.device_get(tokens)[: int(made)]
+        left = 0 if bool(jnp.all(state.ended)) else left - int(made)
+        count = min(2 * count, _AT_ONCE)  # the first tokens come one by one, to be seen early

@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
@@ -66,6 +68,19 @@ class Stacked(eqx.Module, Generic[M]):
             return jax.lax.scan(step, h, (arrays, xs), length=self.length, unroll=compute.unroll)
 
 
+def _view(leaf: Array) -> Any:
+    """An array whose slices are views of its memory, where that can be."""
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+
+
+def _of(kind: type[M], **fields: Any) -> M:
+    """A module of these fields, none drawn."""
+    module = object.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(module, name, value)
+    return module
+
+
 def _call(shards: Shards, h: Hidden, context: Context, cache: LayerCache | None) -> PyTree:
     layer = shards.gather(h.dtype, h, stay=("expert",) if tokens_travel(context.compute, axis_sizes()) else ())
     return layer(h, context, cache)
@@ -119,6 +134,24 @@ class Decoder(eqx.Module):
         """The layers one by one, in order, each with its own arrays."""
         blocks = (self.prefix, self.cycles.modules, self.remainder)
         return self.pattern.flatten(Grouped(*(tuple(run.modules for run in block.runs) for block in blocks)))
+
+    def apart(self) -> "Decoder":
+        """The same decoder, each layer a stack of its own: no layer's weights are copied out of a stack, and no cache
+        into one, which is most of what a step of one token takes on a CPU. There the arrays share their memory.
+        """
+        views = jax.tree.map(_view, self, is_leaf=eqx.is_array)
+        *others, last = (jax.tree.map(lambda leaf: leaf[None], layer) for layer in views.layers())
+        runs = tuple(Run(layer.kind, 1) for layer in (*others, last))
+        pattern = Pattern(prefix=runs[:-1], cycle=runs[-1:], repeats=1, remainder=())
+        cycles = _of(HybridBlock, runs=(_of(Stacked, modules=jax.tree.map(lambda leaf: leaf[None], last), length=1),))
+        decoder = _of(
+            Decoder,
+            prefix=_of(HybridBlock, runs=tuple(_of(Stacked, modules=layer, length=1) for layer in others)),
+            cycles=_of(Stacked, modules=cycles, length=1),
+            remainder=_of(HybridBlock, runs=()),
+            pattern=pattern,
+        )
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=True), decoder)
 
     def __call__(
         self, h: Hidden, caches: tuple[LayerCache | None, ...], context: Context

@@ -162,7 +162,6 @@ def test_rope_checks(changes, words):
 @pytest.mark.parametrize(
     ("make", "changes", "words"),
     [
-        (Compute, dict(chunk_size=0), ("compute.chunk_size", 0, "power of two")),
         (Compute, dict(chunk_size=48), ("compute.chunk_size", 48, "power of two")),
         (Compute, dict(chunk_size=-8), ("compute.chunk_size", -8, "power of two")),
         (DataConfig, dict(sequence_length=0), ("data.sequence_length", 0, "above 0")),
