@@ -31,6 +31,7 @@ from qwen3next.mesh import axis_sizes, check_mesh, current_mesh, describe_mesh, 
 from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule
 from qwen3next.plan import compile_only, show_plan
+from qwen3next.programs import keep_programs
 from qwen3next.report import active_parameters, count_flops, count_parameters
 from qwen3next.resume import check_frozen, check_text, find_run, open_run
 from qwen3next.run_folder import METRICS, save_trained
@@ -49,6 +50,7 @@ def main(config: TrainConfig) -> int:
         return 0
     if config.run.compile_only:
         return compile_only(config)
+    keep_programs(config.run.compilation_cache)
     if config.mesh.distributed:
         hosts.join()
     with StopRequest() as stop, use_mesh(config.mesh):
