@@ -23,6 +23,7 @@ from qwen3next.errors import InputError, Parser, exit_on_input_error, require
 from qwen3next.factors import with_adapters
 from qwen3next.generate import generate
 from qwen3next.lora import adapters
+from qwen3next.programs import keep_programs
 from qwen3next.tokenizer import Tokenizer
 
 
@@ -47,6 +48,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="at most (default 100)")
     parser.add_argument(
         "--dtype", choices=get_args(Dtype), default=None, help="of the computation (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--compilation-cache", default="auto", metavar="auto|off|FOLDER", help="where compiled programs are kept"
     )
     parser.add_argument("--json", action="store_true", help="print a list of {prompt_ids, tokens, text} and no more")
     return parser.parse_args(argv)
@@ -128,6 +132,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     if not args.prompts:
         raise InputError("no prompt was given; needed: --prompt TEXT or --prompt-ids 1,2,3")
+    keep_programs(args.compilation_cache)
     checkpoint = load_checkpoint(args.checkpoint)
     prompts = [encode(prompt, checkpoint.tokenizer) for prompt in args.prompts]
     models, rows = [checkpoint.model], []

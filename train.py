@@ -31,7 +31,8 @@ from qwen3next.mesh import axis_sizes, check_mesh, current_mesh, describe_mesh, 
 from qwen3next.monitor import Monitor, StopRequest
 from qwen3next.optim import optimizer, schedule
 from qwen3next.plan import compile_only, show_plan
-from qwen3next.report import active_parameters, count_flops, count_parameters
+from qwen3next.programs import keep_programs
+from qwen3next.report import active_parameters, count_parameters, jaxpr_flops
 from qwen3next.resume import check_frozen, check_text, find_run, open_run
 from qwen3next.run_folder import METRICS, save_trained
 from qwen3next.statistics import layer_figures
@@ -49,6 +50,7 @@ def main(config: TrainConfig) -> int:
         return 0
     if config.run.compile_only:
         return compile_only(config)
+    keep_programs(config.run.compilation_cache)
     if config.mesh.distributed:
         hosts.join()
     with StopRequest() as stop, use_mesh(config.mesh):
@@ -112,10 +114,10 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         check_prompts(config.model, [prompt], run.sample_tokens)
 
     # --- step ---------------------------------------------------------------------------------------------------------
-    train_step = make_train_step(config, transform)
-    step = eqx.filter_jit(train_step, donate="all-except-first")
+    step = jax.jit(make_train_step(config, transform), donate_argnums=1)
     shape = jax.ShapeDtypeStruct((data.batch_size, data.sequence_length), jnp.int32)
-    flops = count_flops(train_step, (frozen, dict.fromkeys(("input_ids", "labels", "segment_ids"), shape)), state)
+    tokens = dict.fromkeys(("input_ids", "labels", "segment_ids"), shape)
+    flops = jaxpr_flops(step.trace((frozen, tokens), state).jaxpr.jaxpr)  # one device: JAX keeps the trace
 
     # --- loop ---------------------------------------------------------------------------------------------------------
     monitor = Monitor(run.steps, data.batch_size * data.sequence_length)
@@ -154,9 +156,9 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         number = first
         for number in range(first + 1, run.steps + 1):
             batch = next(batches)
-            state, metrics = step((frozen, place(batch, own=True)), state)
+            # Waited for, so that a stop that is asked for does not find further steps on their way.
+            state, metrics = jax.block_until_ready(step((frozen, place(batch, own=True)), state))
             if number == first + 1:
-                jax.block_until_ready(metrics)
                 monitor.say(f"first step after {time.perf_counter() - started:.1f} s")
                 monitor.start_clock(number)
             final, log = number == run.steps, number == run.steps or number % run.log_every == 0

@@ -8,6 +8,7 @@ config and the folders are temporary. Exit status 1, and the difference, if any 
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -54,9 +55,11 @@ def make_config(folder: Path, name: str, steps: int) -> Path:
 
 
 def start(config: Path) -> subprocess.Popen[bytes]:
-    """The run in a process of its own."""
+    """The run in a process of its own; what a kill leaves of a compiled program is temporary as well."""
+    programs = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(config.parent / "programs")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": programs}
     with config.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([sys.executable, ROOT / "train.py", config], stdout=log, stderr=log)
+        return subprocess.Popen([sys.executable, ROOT / "train.py", config], stdout=log, stderr=log, env=environment)
 
 
 def saves_under_way(states: Path) -> bool:

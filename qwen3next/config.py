@@ -451,6 +451,8 @@ class RunConfig:
     `init_from`: a run or Hugging Face folder whose weights the run begins with. `dry_run`: print what would be trained,
     and how, where it would lie, and stop. `compile_only`: compile the step, print what it costs, and stop; for the TPU
     machine that `topology` names, such as v5p-256, or else for the devices that are here.
+    `compilation_cache`: the folder where compiled programs are kept for the next start; `auto` is
+    $JAX_COMPILATION_CACHE_DIR if that is set, else `qwen3next` in $XDG_CACHE_HOME or ~/.cache; `off` keeps none.
     """
 
     folder: str = "runs/default"
@@ -472,6 +474,7 @@ class RunConfig:
     dry_run: bool = False
     compile_only: bool = False
     topology: str = ""
+    compilation_cache: str = "auto"
 
     def __post_init__(self) -> None:
         names = ("steps", "accumulate", "log_every", "eval_every", "eval_batches", "save_every", "keep")
@@ -482,6 +485,7 @@ class RunConfig:
         require(self.seed >= 0, f"run.seed is {self.seed}; it must not be negative")
         require_choice("run.resume", self.resume, Resume)
         require(bool(self.folder), "run.folder is empty; it must name a folder")
+        require(bool(self.compilation_cache), "run.compilation_cache is empty; it must be auto, off or a folder")
         only = self.compile_only or self.dry_run or not self.topology
         require(only, f"run.topology is {self.topology!r}: that machine is not here; add --compile-only or --dry-run")
 

@@ -1,10 +1,8 @@
 """What a run costs, counted on the program itself: parameters, and the FLOPs of its matrix products."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
@@ -31,11 +29,6 @@ def jaxpr_flops(jaxpr: Jaxpr) -> int:
     products = ("dot_general", "ragged_dot_general")
     walked = equations(jaxpr)
     return sum(times * _product_flops(equation) for equation, times in walked if equation.primitive.name in products)
-
-
-def count_flops(function: Callable[..., Any], *args: PyTree) -> int:
-    """`jaxpr_flops` of one call. Arguments may be abstract."""
-    return jaxpr_flops(eqx.filter_make_jaxpr(function)(*args)[0].jaxpr)
 
 
 def count_parameters(model: PyTree) -> int:

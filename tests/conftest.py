@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Iterator
 
 # Compiled programs, which the workers and the processes that tests start have from each other. Before JAX is imported.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# A run would keep them in the user's own folder.
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     OWN = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax-programs-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 else:

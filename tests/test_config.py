@@ -193,6 +193,7 @@ def test_rope_checks(changes, words):
         (RunConfig, dict(sample_tokens=-1), ("run.sample_tokens", -1, "negative")),
         (RunConfig, dict(seed=-1), ("run.seed", -1, "negative")),
         (RunConfig, dict(folder=""), ("run.folder", "empty")),
+        (RunConfig, dict(compilation_cache=""), ("run.compilation_cache", "empty", "auto, off or a folder")),
     ],
 )
 def test_other_checks(make, changes, words):
