@@ -126,8 +126,9 @@ def _check_states(layers: Any, golden: dict[str, np.ndarray], real: np.ndarray) 
             _close(entry.conv, np.moveaxis(state.pop("conv")[..., 1:], 1, 2))
         elif state:  # the rows alone have no keys stored
             seq = real.shape[1]
-            _close(entry.key[:, :seq][real], np.moveaxis(state.pop("key"), 1, 2)[real])
-            _close(entry.value[:, :seq][real], np.moveaxis(state.pop("value"), 1, 2)[real])
+            for name in ("key", "value"):
+                held, golden = (np.moveaxis(y, 1, 2)[:, :seq][real] for y in (getattr(entry, name), state.pop(name)))
+                _close(held, golden)
         assert not state
 
 
@@ -241,7 +242,7 @@ def test_padded_rows_equal_the_rows_alone(case):
         assert rows[-1]["input_ids"].shape == (1, seq)
         # Without positions a document counts from 0, as the row alone does, so that even the keys are the same.
         layers = [
-            AttentionCache(entry.key[row : row + 1, width - seq :], entry.value[row : row + 1, width - seq :])
+            AttentionCache(entry.key[row : row + 1, :, width - seq :], entry.value[row : row + 1, :, width - seq :])
             if isinstance(entry, AttentionCache)
             else DeltaNetCache(entry.conv[row : row + 1], entry.state[row : row + 1])
             for entry in forward.cache.layers
