@@ -127,8 +127,8 @@ def _check_states(layers: Any, golden: dict[str, np.ndarray], real: np.ndarray) 
         elif state:  # the rows alone have no keys stored
             seq = real.shape[1]
             for name in ("key", "value"):
-                held, golden = (np.moveaxis(y, 1, 2)[:, :seq][real] for y in (getattr(entry, name), state.pop(name)))
-                _close(held, golden)
+                held, stored = (np.moveaxis(y, 1, 2)[:, :seq][real] for y in (getattr(entry, name), state.pop(name)))
+                _close(held, stored)
         assert not state
 
 
