@@ -1,6 +1,6 @@
 """Speed, side by side with what a user would pick instead: transformers' Qwen3-Next in torch.
 
-python benchmarks/speed.py                                        # everything; hours on two cores
+python benchmarks/speed.py                                        # everything: about an hour on two cores
 python benchmarks/speed.py train decode --repeats 9 --peer-python OTHER/bin/python
 python benchmarks/speed.py start --config configs/tiny.toml
 

@@ -364,6 +364,6 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_complete_states(tmp_path):
 
 
 def test_runs_that_are_killed_end_as_if_they_had_not_been():
-    command = [sys.executable, "benchmarks/kill_and_resume.py", "--kills", "1", "--steps", "80"]
+    command = [sys.executable, "benchmarks/kill_and_resume.py", "--kills", "1", "--steps", "48"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
