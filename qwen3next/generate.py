@@ -121,9 +121,9 @@ def generate(
     ends, capacity = jnp.asarray(np.array(end_of_text, np.int32)), length + bucket(max_new_tokens)
     state = prefill((model, compute, ends), jnp.asarray(ids), jnp.asarray(segments), capacity)
     yield jax.device_get(state.token)
-    if compute.target == "cpu":
-        model = eqx.tree_at(lambda model: model.decoder, model, model.decoder.apart())
     left, count = max_new_tokens - 1, 1
+    if left > 0 and compute.target == "cpu":
+        model = eqx.tree_at(lambda model: model.decoder, model, model.decoder.apart())
     while left > 0:
         state, tokens, made = steps((model, compute, ends), state, jnp.int32(min(left, count)))
         yield from jax.device_get(tokens)[: int(made)]
