@@ -39,7 +39,7 @@ from qwen3next.statistics import layer_figures
 from qwen3next.tokenizer import load_tokenizer
 from qwen3next.tracker import make_tracker
 from qwen3next.train_state import Position, StateWriter
-from qwen3next.training import draw_state, initial_state, make_train_step
+from qwen3next.training import draw_state, initial_state, jit_train_step
 
 
 def main(config: TrainConfig) -> int:
@@ -114,7 +114,7 @@ def train(config: TrainConfig, stop: StopRequest) -> int:
         check_prompts(config.model, [prompt], run.sample_tokens)
 
     # --- step ---------------------------------------------------------------------------------------------------------
-    step = jax.jit(make_train_step(config, transform), donate_argnums=1)
+    step = jit_train_step(config, transform)
     shape = jax.ShapeDtypeStruct((data.batch_size, data.sequence_length), jnp.int32)
     tokens = dict.fromkeys(("input_ids", "labels", "segment_ids"), shape)
     flops = jaxpr_flops(step.trace((frozen, tokens), state).jaxpr.jaxpr)  # one device: JAX keeps the trace

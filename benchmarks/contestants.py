@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +22,10 @@ from qwen3next.hf import load_pretrained, save_pretrained
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.moe import MoE
 from qwen3next.optim import optimizer
+from qwen3next.programs import COMPILER_OPTIONS
 from qwen3next.remat import Remat
 from qwen3next.report import count_parameters
-from qwen3next.training import Batch, draw_state, make_train_step
+from qwen3next.training import Batch, draw_state, jit_train_step, make_train_step
 
 _READ = 2**28  # bytes
 
@@ -34,7 +34,7 @@ def run_or_products(function: Callable[..., Any], args: tuple[Any, ...], spec: F
     """The function's time, compiled, or that of the products it contains."""
     if spec["variant"] == "products":
         return time_products(products(function, *args))
-    compiled = eqx.filter_jit(function)
+    compiled = jax.jit(function, compiler_options=COMPILER_OPTIONS)
     return lambda: timed(lambda: jax.block_until_ready(compiled(*args)))
 
 
@@ -73,11 +73,11 @@ def train(config: TrainConfig, spec: Facts) -> Repetition:
         config, compute=dataclasses.replace(config.compute, remat=remat, unroll=spec.get("unroll", False))
     )
     transform = optimizer(config.optimizer, config.run.steps)
-    train_step, batch = make_train_step(config, transform), draw_batch(config)
+    batch = draw_batch(config)
     state, frozen = draw_state(config, transform, jax.random.key(0))
     if spec["variant"] == "products":
-        return time_products(products(train_step, (frozen, batch), state))
-    step, held = eqx.filter_jit(train_step, donate="all-except-first"), [state]
+        return time_products(products(make_train_step(config, transform), (frozen, batch), state))
+    step, held = jit_train_step(config, transform), [state]
 
     def run() -> None:
         held[0], metrics = step((frozen, batch), held[0])

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import equinox as eqx
 import grain
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from qwen3next.data.texts import read_texts
 from qwen3next.errors import exit_on_input_error
 from qwen3next.optim import optimizer
 from qwen3next.tokenizer import load_tokenizer
-from qwen3next.training import initial_state, make_train_step
+from qwen3next.training import initial_state, jit_train_step
 
 _BATCHES, _STEPS = 1000, 3
 
@@ -47,7 +46,7 @@ def make_step(config: TrainConfig, batches: TrainBatches) -> Callable[[], None]:
     """A function that runs some steps of the very step of `train.py`, compiled."""
     transform = optimizer(config.optimizer, config.run.steps)
     state, frozen = jax.jit(lambda key: initial_state(config, transform, key))(jax.random.key(0))
-    step = eqx.filter_jit(make_train_step(config, transform), donate="all-except-first")
+    step = jit_train_step(config, transform)
     held = [state]
 
     def run() -> None:

@@ -35,7 +35,7 @@ from qwen3next.remat import Remat
 from qwen3next.report import jaxpr_flops
 from qwen3next.residuals import saved_values
 from qwen3next.tpu import topology_devices
-from qwen3next.training import draw_state, initial_state, make_train_step
+from qwen3next.training import draw_state, initial_state, jit_train_step
 
 _STATISTICS = {
     "temporaries": "temp_size_in_bytes",
@@ -84,7 +84,7 @@ def _with_rows(config: TrainConfig, rows: int) -> TrainConfig:
 def _trace(config: TrainConfig, state: PyTree, frozen: PyTree, **how: Any) -> Any:
     """The step of `train.py` on abstract arguments, the state donated."""
     shape = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
-    step = jax.jit(make_train_step(config, _transform(config)), donate_argnums=1, **how)
+    step = jit_train_step(config, _transform(config), **how)
     return step.trace((frozen, dict.fromkeys(_BATCH, shape)), state)
 
 

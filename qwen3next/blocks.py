@@ -1,8 +1,8 @@
-"""Experts block by block: assignments sorted by expert fill blocks of rows, and each block meets its one expert.
+"""Which rows each expert meets: its first ones side by side with all others', what goes beyond them block by block.
 
-What a block needs, its rows, its expert's matrices and what is between them, is small enough for a core's cache. No
-array of all blocks' weights is made, and the gradient of an expert's matrices adds up where they are. The derivative is
-written by hand for that; it computes a block's forward pass again, whatever the choice of remat.
+Assignments sorted by expert stand in a table with `room` rows for each, a little more than an even share: one product
+over all experts, which every core takes part in. Where an expert is given more, blocks of rows meet their one expert
+one after another, as many as there are. With few tokens there is no table: only experts that are chosen are read.
 """
 
 from collections.abc import Callable
@@ -13,46 +13,54 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+_SPARE = 1.25  # room for each expert, by its even share: trained and fresh routers mostly stay below it
+_FEWEST = 16  # of an even share, below which there is no table
 _LARGEST = 128  # rows of a block
 
 Apply = Callable[[Any, Array, Array], Array]  # (one expert, rows [size, hidden], their shares [size, 1])
 
 
-class Blocks(NamedTuple):
-    """Which assignment stands where. `source` is past the last assignment for a place that none fills."""
+class Places(NamedTuple):
+    """`source` is each place's assignment, past the last one where none stands; `place` is the inverse."""
 
-    source: Int[Array, "blocks size"]
+    source: Int[Array, " places"]
     place: Int[Array, "tokens top_k"]
+
+
+class Plan(NamedTuple):
+    """Where each assignment stands: in the table [experts, room], or in the first `used` blocks."""
+
+    table: Places
+    blocks: Places
     owner: Int[Array, " blocks"]
+    used: Int[Array, ""]
 
 
-def _size(assignments: int, experts: int) -> int:
-    """Rows of a block: about an expert's share, so that little is padding, as a power of two."""
-    share = max(assignments // experts, 1)
-    return min(_LARGEST, 1 << (share - 1).bit_length())
-
-
-def plan(chosen: Int[Array, "tokens top_k"], experts: int) -> Blocks:
-    """As many blocks as the assignments need at most, however they are spread over the experts."""
+def plan(chosen: Int[Array, "tokens top_k"], experts: int) -> Plan:
+    """Places for all, however the assignments are spread over the experts."""
     assignments = chosen.size
-    size = _size(assignments, experts)
-    blocks = (assignments + min(experts, assignments) * (size - 1)) // size
+    share = assignments // experts
+    room = 8 * -(-int(_SPARE * share) // 8) if share >= _FEWEST else 0
+    size = min(_LARGEST, 1 << (max(share // 8 if room else share, 1) - 1).bit_length())
+    blocks = (max(assignments - room, 0) + min(experts, assignments) * (size - 1)) // size
+
     flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    counts = jnp.bincount(flat, length=experts)
-    ends = jnp.cumsum(-(-counts // size))
-    before = (ends - -(-counts // size)) * size - (jnp.cumsum(counts) - counts)
-    places = (jnp.arange(assignments) + before[flat[order]]).astype(jnp.int32)
-    place = jnp.zeros(assignments, jnp.int32).at[order].set(places, unique_indices=True)
-    empty = jnp.full(blocks * size, assignments, jnp.int32)
-    source = empty.at[place].set(jnp.arange(assignments, dtype=jnp.int32), unique_indices=True)
-    owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), experts - 1)
-    return Blocks(source.reshape(blocks, size), place.reshape(chosen.shape), owner)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    owner, counts = flat[order], jnp.bincount(flat, length=experts)
+    rank = jnp.arange(assignments) - (jnp.cumsum(counts) - counts)[owner]  # among its expert's assignments
+    needed = -(-jnp.maximum(counts - room, 0) // size)
+    ends = jnp.cumsum(needed)
 
+    def stand(places: Array, total: int) -> Places:
+        places = places.astype(jnp.int32)
+        place = jnp.zeros(assignments, jnp.int32).at[order].set(places, unique_indices=True)
+        source = jnp.full(total, assignments, jnp.int32).at[places].set(order, mode="drop")
+        return Places(source, place.reshape(chosen.shape))
 
-def _at(source: Array, *values: Array) -> list[Array]:
-    """Of each array, what a block's places hold; 0 where nothing does."""
-    return [value.at[source].get(mode="fill", fill_value=0) for value in values]
+    table = jnp.where(rank < room, owner * room + rank, experts * room)
+    beyond = jnp.where(rank < room, blocks * size, (ends - needed)[owner] * size + rank - room)
+    owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), experts - 1)
+    return Plan(stand(table, experts * room), stand(beyond, blocks * size), owners, ends[-1])
 
 
 def _expert(experts: PyTree, owner: Array, number: Array) -> PyTree:
@@ -65,44 +73,59 @@ def _expert(experts: PyTree, owner: Array, number: Array) -> PyTree:
     return jax.tree.map(one, experts)
 
 
-def _gathered(y: Float[Array, "blocks size hidden"], place: Int[Array, "tokens top_k"]) -> Array:
+def _filled(values: Array, at: Array) -> Array:
+    """What stands there; 0 where nothing does."""
+    return values.at[at].get(mode="fill", fill_value=0)
+
+
+def _gathered(y: Float[Array, "places hidden"], place: Int[Array, "tokens top_k"]) -> Array:
     """Each token the sum of its assignments' rows."""
-    flat = y.reshape(-1, y.shape[-1])
-    return sum((flat[place[:, k]] for k in range(1, place.shape[1])), start=flat[place[:, 0]])
+    return sum((_filled(y, place[:, k]) for k in range(1, place.shape[1])), start=_filled(y, place[:, 0]))
+
+
+def _if_any(plan: Plan, loop: Callable[[], PyTree]) -> PyTree:
+    """`loop()`, or zeros at once where there are no blocks. Without a table there always are."""
+    if not plan.table.source.size:
+        return loop()
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(loop))
+    return jax.lax.cond(plan.used > 0, loop, lambda: zeros)
 
 
 @eqx.filter_custom_vjp
-def _apply(moving: tuple[PyTree, Array, Array], blocks: Blocks, apply: Apply) -> Float[Array, "tokens hidden"]:
+def _beyond(moving: tuple[PyTree, Array, Array], plan: Plan, apply: Apply) -> Float[Array, "tokens hidden"]:
     experts, x, shares = moving
     experts, static = eqx.partition(experts, eqx.is_array)
-    top_k = blocks.place.shape[1]
+    top_k, source = shares.shape[1], plan.blocks.source.reshape(plan.owner.size, -1)
 
-    def one(_: None, step: tuple[Array, Array, Array]) -> tuple[None, Array]:
-        source, owner, number = step
-        (rows,), (share,) = _at(source // top_k, x), _at(source, shares.reshape(-1, 1))
-        return None, apply(eqx.combine(_expert(experts, owner, number), static), rows, share)
+    def one(number: Array, y: Array) -> Array:
+        rows, share = _filled(x, source[number] // top_k), _filled(shares.reshape(-1, 1), source[number])
+        expert = eqx.combine(_expert(experts, plan.owner[number], number), static)
+        return y.at[number].set(apply(expert, rows, share))
 
-    steps = (blocks.source, blocks.owner, jnp.arange(blocks.owner.size))
-    return _gathered(jax.lax.scan(one, None, steps)[1], blocks.place)
+    def loop() -> Array:
+        y = jax.lax.fori_loop(0, plan.used, one, jnp.zeros((*source.shape, x.shape[1]), x.dtype))
+        return _gathered(y.reshape(-1, x.shape[1]), plan.blocks.place)
 
-
-@_apply.def_fwd
-def _forward(perturbed: Any, moving: Any, blocks: Blocks, apply: Apply) -> tuple[Array, None]:
-    return _apply(moving, blocks, apply), None
+    return _if_any(plan, loop)
 
 
-@_apply.def_bwd
+@_beyond.def_fwd
+def _forward(perturbed: Any, moving: Any, plan: Plan, apply: Apply) -> tuple[Array, None]:
+    return _beyond(moving, plan, apply), None
+
+
+@_beyond.def_bwd
 def _backward(
-    _: None, cotangent: Array, perturbed: Any, moving: Any, blocks: Blocks, apply: Apply
+    _: None, cotangent: Array, perturbed: Any, moving: Any, plan: Plan, apply: Apply
 ) -> tuple[PyTree, Array, Array]:
     experts, x, shares = moving
     experts, static = eqx.partition(experts, eqx.is_array)
     trained, rest = eqx.partition(experts, perturbed[0])
-    top_k = blocks.place.shape[1]
+    top_k, source = shares.shape[1], plan.blocks.source.reshape(plan.owner.size, -1)
 
-    def one(total: PyTree, step: tuple[Array, Array, Array]) -> tuple[PyTree, tuple[Array, Array]]:
-        source, owner, number = step
-        (rows, slopes), (share,) = _at(source // top_k, x, cotangent), _at(source, shares.reshape(-1, 1))
+    def one(number: Array, sums: tuple[PyTree, Array, Array]) -> tuple[PyTree, Array, Array]:
+        total, d_rows, d_shares = sums
+        owner, tokens = plan.owner[number], source[number] // top_k
         fixed = eqx.combine(_expert(rest, owner, number), static)
 
         def applied(expert: PyTree, rows: Array, share: Array) -> Array:
@@ -111,23 +134,27 @@ def _backward(
         def add(total: Array, slope: Array) -> Array:
             return total.at[owner].add(slope.astype(jnp.float32))
 
-        d_expert, d_rows, d_share = jax.vjp(applied, _expert(trained, owner, number), rows, share)[1](slopes)
-        return jax.tree.map(add, total, d_expert), (d_rows, d_share)
+        at = _expert(trained, owner, number), _filled(x, tokens), _filled(shares.reshape(-1, 1), source[number])
+        d_expert, d_row, d_share = jax.vjp(applied, *at)[1](_filled(cotangent, tokens))
+        return jax.tree.map(add, total, d_expert), d_rows.at[number].set(d_row), d_shares.at[number].set(d_share)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    steps = (blocks.source, blocks.owner, jnp.arange(blocks.owner.size))
-    total, (d_rows, d_shares) = jax.lax.scan(one, zeros, steps)
-    d_trained = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), total, trained)
-    return d_trained, _gathered(d_rows, blocks.place), d_shares.reshape(-1)[blocks.place]
+    def loop() -> tuple[PyTree, Array, Array]:
+        total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+        zeros = jnp.zeros((*source.shape, x.shape[1]), x.dtype), jnp.zeros((*source.shape, 1), shares.dtype)
+        total, d_rows, d_shares = jax.lax.fori_loop(0, plan.used, one, (total, *zeros))
+        d_trained = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), total, trained)
+        d_x = _gathered(d_rows.reshape(-1, x.shape[1]), plan.blocks.place)
+        return d_trained, d_x, _filled(d_shares.reshape(-1), plan.blocks.place)
+
+    return _if_any(plan, loop)
 
 
-def in_blocks(
-    apply: Apply,
-    experts: PyTree,
-    x: Float[Array, "tokens hidden"],
-    shares: Float[Array, "tokens top_k"],
-    chosen: Int[Array, "tokens top_k"],
-    count: int,
+def beyond(
+    apply: Apply, experts: PyTree, x: Float[Array, "tokens hidden"], shares: Float[Array, "tokens top_k"], plan: Plan
 ) -> Float[Array, "tokens hidden"]:
-    """`sum_k apply(expert_{chosen[t, k]}, x_t, shares[t, k])`; `experts` are `count`, stacked in every array."""
-    return _apply((experts, x, shares), plan(chosen, count), apply)
+    """`sum_k apply(expert_{chosen[t, k]}, x_t, shares[t, k])` of the assignments that stand in blocks.
+
+    `experts` are stacked in every array. What is between a block's rows and its result is small enough for a core's
+    cache; the derivative, written by hand, computes it again whatever the choice of remat.
+    """
+    return _beyond((experts, x, shares), plan, apply)

@@ -4,19 +4,21 @@ import gzip
 import lzma
 import math
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 
-import equinox as eqx
+import jax
 
 from qwen3next.config import IGNORED_LABEL, Compute
 from qwen3next.data.batches import Batch as HostBatch
 from qwen3next.mesh import place
 from qwen3next.model import Qwen3Next
+from qwen3next.programs import COMPILER_OPTIONS
 from qwen3next.training import Batch
 from qwen3next.vocabulary import Losses
 
 
-@eqx.filter_jit
+@partial(jax.jit, static_argnames="compute", compiler_options=COMPILER_OPTIONS)
 def _batch_loss(model: Qwen3Next, batch: Batch, compute: Compute) -> Losses:
     states = model.hidden(batch["input_ids"], batch["segment_ids"], compute=compute).states
     return model.cross_entropy(states, batch["labels"])

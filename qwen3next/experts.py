@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from qwen3next.blocks import in_blocks
+from qwen3next.blocks import beyond, plan
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product, product
@@ -28,8 +28,8 @@ def _send(
 def _collect(
     y: Float[Array, "places hidden"], source: Int[Array, " places"], place: Int[Array, "tokens top_k"]
 ) -> Float[Array, "tokens top_k hidden"]:
-    """Each assignment what its place holds: the way back."""
-    return y[place]
+    """Each assignment what its place holds, 0 where it stands elsewhere: the way back."""
+    return y.at[place].get(mode="fill", fill_value=0)
 
 
 def _send_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
@@ -104,12 +104,23 @@ class Experts(eqx.Module):
         return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """Assignments sorted by expert, each expert's filled up to whole blocks, one block after another."""
+        """Each expert's first rows in one product over all experts, what it has beyond them block by block."""
+        placed = plan(chosen, self.held)
 
         def apply(expert: "Experts", rows: Array, share: Array) -> Array:
             return expert._swiglu(rows, product, share)
 
-        return in_blocks(apply, self, x, weights, chosen, self.held)
+        def by_expert(rows: Array, weight: Array) -> Array:
+            return jnp.einsum("eri,eoi->ero", rows, weight.astype(rows.dtype))
+
+        out = beyond(apply, self, x, weights, placed)
+        source, place = placed.table
+        if not source.size:
+            return out
+        rows = _send(x, source, place).reshape(self.held, -1, x.shape[1])
+        share = _send(weights.reshape(-1, 1), source, place.reshape(-1, 1)).reshape(self.held, -1, 1)
+        table = self._swiglu(rows, by_expert, share).reshape(-1, x.shape[1])
+        return out + jnp.sum(_collect(table, source, place), axis=1)
 
     def _here(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> Array:
         dispatch = compute.dispatch

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from qwen3next.cache import Cache, empty_cache
 from qwen3next.config import Compute, ModelConfig, Remat
 from qwen3next.errors import InputError, require
 from qwen3next.model import Qwen3Next
+from qwen3next.programs import COMPILER_OPTIONS
 
 _SMALLEST_BUCKET = 64
 _AT_ONCE = 32  # tokens that the device makes before the host looks at them
@@ -31,38 +33,40 @@ class _Progress(eqx.Module):
     cache: Cache
 
 
-Inputs = tuple[Qwen3Next, Compute, Int[Array, " ends"]]
-
-
 def _next(
-    inputs: Inputs,
+    model: Qwen3Next,
+    compute: Compute,
+    ends: Int[Array, " ends"],
     input_ids: Int[Array, "batch seq"],
     segment_ids: Int[Array, "batch seq"],
     ended: Bool[Array, " batch"],
     cache: Cache,
 ) -> _Progress:
     """Runs tokens through the model and picks the likeliest next one. A row that has ended is padding."""
-    model, compute, ends = inputs
     states, cache_after, _ = model.hidden(input_ids, segment_ids, cache, compute=compute)
     assert cache_after is not None
     token = jnp.argmax(model.logits(states[:, -1]).astype(jnp.float32), axis=-1).astype(jnp.int32)
     return _Progress(token, ended | jnp.any(token[:, None] == ends[None, :], axis=1), cache_after)
 
 
-@eqx.filter_jit
+@partial(jax.jit, static_argnames=("compute", "capacity"), compiler_options=COMPILER_OPTIONS)
 def prefill(
-    inputs: Inputs, input_ids: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"], capacity: int
+    model: Qwen3Next,
+    compute: Compute,
+    ends: Int[Array, " ends"],
+    input_ids: Int[Array, "batch seq"],
+    segment_ids: Int[Array, "batch seq"],
+    capacity: int,
 ) -> _Progress:
     """The prompts' next tokens, and a cache of `capacity` that holds the prompts."""
-    model, compute, _ = inputs
     batch = input_ids.shape[0]
     cache = empty_cache(model.config, batch, capacity, jnp.dtype(compute.dtype))
-    return _next(inputs, input_ids, segment_ids, jnp.zeros(batch, bool), cache)
+    return _next(model, compute, ends, input_ids, segment_ids, jnp.zeros(batch, bool), cache)
 
 
-@eqx.filter_jit(donate="all-except-first")
+@partial(jax.jit, static_argnames="compute", donate_argnames="state", compiler_options=COMPILER_OPTIONS)
 def steps(
-    inputs: Inputs, state: _Progress, count: Int[Array, ""]
+    model: Qwen3Next, compute: Compute, ends: Int[Array, " ends"], state: _Progress, count: Int[Array, ""]
 ) -> tuple[_Progress, Int[Array, "_AT_ONCE batch"], Int[Array, ""]]:
     """Up to `count` steps of one token, fewer if all rows end; the tokens, -1 of an ended row, and how many steps."""
 
@@ -73,7 +77,7 @@ def steps(
     def step(carry: tuple[_Progress, Array, Array]) -> tuple[_Progress, Array, Array]:
         state, tokens, made = carry
         segments = jnp.where(state.ended, 0, 1)[:, None].astype(jnp.int32)
-        after = _next(inputs, state.token[:, None], segments, state.ended, state.cache)
+        after = _next(model, compute, ends, state.token[:, None], segments, state.ended, state.cache)
         return after, tokens.at[made].set(jnp.where(state.ended, -1, after.token)), made + 1
 
     nothing = jnp.full((_AT_ONCE, state.token.size), -1, jnp.int32)
@@ -119,13 +123,13 @@ def generate(
         ids[row, length - len(prompt) :] = prompt
         segments[row, length - len(prompt) :] = 1
     ends, capacity = jnp.asarray(np.array(end_of_text, np.int32)), length + bucket(max_new_tokens)
-    state = prefill((model, compute, ends), jnp.asarray(ids), jnp.asarray(segments), capacity)
+    state = prefill(model, compute, ends, jnp.asarray(ids), jnp.asarray(segments), capacity)
     yield jax.device_get(state.token)
     left, count = max_new_tokens - 1, 1
     if left > 0 and compute.target == "cpu":
         model = eqx.tree_at(lambda model: model.decoder, model, model.decoder.apart())
     while left > 0:
-        state, tokens, made = steps((model, compute, ends), state, jnp.int32(min(left, count)))
+        state, tokens, made = steps(model, compute, ends, state, jnp.int32(min(left, count)))
         yield from jax.device_get(tokens)[: int(made)]
         left = 0 if bool(jnp.all(state.ended)) else left - int(made)
         count = min(2 * count, _AT_ONCE)  # the first tokens come one by one, to be seen early

@@ -1,4 +1,4 @@
-"""Compiled programs, kept in a folder, so that the second start of a run finds what the first one compiled."""
+"""Compiled programs: how they are compiled, and a folder that keeps them for the next start of a run."""
 
 import os
 import sys
@@ -9,6 +9,10 @@ from pathlib import Path
 import jax
 
 from qwen3next.errors import InputError, require
+
+# In XLA's order for concurrency, its default on CPUs, more arrays live at once and the same pages are used less often.
+# Other backends ignore it.
+COMPILER_OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _MOST = 2 * 10**9  # bytes in the user's cache folder

@@ -16,6 +16,7 @@ from qwen3next.loss import balance_loss
 from qwen3next.mesh import alike, constrain, shard_rows, state_shardings
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import trainable
+from qwen3next.programs import COMPILER_OPTIONS
 from qwen3next.train_state import TrainState
 
 Batch = dict[str, Int[Array, "rows seq"]]
@@ -118,3 +119,9 @@ def make_train_step(
             return TrainState(state.step + 1, state.key, constrain(params), constrain(optimizer)), alike(metrics)
 
     return train_step
+
+
+def jit_train_step(config: TrainConfig, transform: optax.GradientTransformation, **how: Any) -> Any:
+    """`make_train_step`, compiled as `train.py` does it: the state is donated."""
+    step = make_train_step(config, transform)
+    return jax.jit(step, donate_argnums=1, compiler_options=COMPILER_OPTIONS, **how)
