@@ -68,6 +68,12 @@ def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
 unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
+def _sums(x: Float[Array, "*batch chunk"]) -> Float[Array, "*batch chunk"]:
+    """Running sums, as a product: XLA on CPUs spells `cumsum` out again in whatever each of its elements meets."""
+    triangle = jnp.tril(jnp.ones((x.shape[-1], x.shape[-1])))
+    return jnp.einsum("...j,ij->...i", x, triangle, precision=jax.lax.Precision.HIGHEST)
+
+
 def _decay(
     g: Float[Array, "*batch chunk"], documents: Float[Array, "*#batch chunk"] | None
 ) -> tuple[Float[Array, "*batch chunk chunk"], Float[Array, "*batch chunk"]]:
@@ -80,10 +86,10 @@ def _decay(
     size = g.shape[-1]
     g, quantum = jnp.maximum(g, _STRONGEST), size / 2**17  # 104 * size is below 2^24 of them
     coarse = jax.lax.stop_gradient(jnp.round(g / quantum) * quantum)
-    coarse_sum, fine = jnp.cumsum(coarse, axis=-1), g - coarse
+    coarse_sum, fine = _sums(coarse), g - coarse
     visible = jnp.tril(jnp.ones((size, size), bool))
     if documents is None:
-        fine_sum = jnp.cumsum(fine, axis=-1)
+        fine_sum = _sums(fine)
         from_start = coarse_sum + fine_sum
     else:  # summed by document: the derivative of a sum over the chunk would leave rounding noise in the others
         visible = visible & (documents[..., :, None] == documents[..., None, :])
@@ -119,7 +125,7 @@ def _chunked(
     v, g, beta = (chunks(x, key_heads, repeats) for x in (v, g, beta))
     documents = None
     if resets is not None:
-        documents = jnp.cumsum(chunks(resets[:, :, None].astype(jnp.float32), 1, 1), axis=-1)
+        documents = _sums(chunks(resets[:, :, None].astype(jnp.float32), 1, 1))
 
     decay, from_start = _decay(g, documents)
     to_end, across = decay[..., -1, :], from_start[..., -1, None, None]

@@ -24,12 +24,10 @@ def _since(x: Array, age: Array | None, back: int) -> Array:
     return x if age is None or back == 0 else jnp.where((age >= back)[..., None], x, 0)
 
 
-def _taps(history: Array, kernel: Array, age: Array | None) -> list[tuple[int, Array]]:
-    """For each tap how far back it looks and what it sees."""
-    taps = kernel.shape[0]
+def _seen(history: Array, age: Array | None, taps: int) -> list[Array]:
+    """What each tap sees, the one that looks back furthest first."""
     seq = history.shape[1] - taps + 1
-    backs = range(taps - 1, -1, -1)
-    return [(back, _since(history[:, taps - 1 - back : taps - 1 - back + seq], age, back)) for back in backs]
+    return [_since(history[:, tap : tap + seq], age, taps - 1 - tap) for tap in range(taps)]
 
 
 @jax.custom_vjp
@@ -38,21 +36,26 @@ def _weigh(history: Array, kernel: Array, age: Array | None) -> Array:
 
     Its derivative is written out since it needs the history alone: JAX would keep what each tap sees, and its mask.
     """
-    return sum(
-        (past * kernel[tap] for tap, (_, past) in enumerate(_taps(history, kernel, age))),
-        start=jnp.zeros((), history.dtype),
-    )
+    seen = _seen(history, age, kernel.shape[0])
+    return sum((past * weight for past, weight in zip(seen, kernel, strict=True)), start=jnp.zeros((), history.dtype))
 
 
 def _weigh_backward(kept: tuple[Array, Array, Array | None], cotangent: Array) -> tuple[Array, Array, None]:
     history, kernel, age = kept
-    d_history, d_kernel = jnp.zeros_like(history), []
-    for tap, (back, past) in enumerate(_taps(history, kernel, age)):
-        product = jnp.einsum("bsc,bsc->c", past, cotangent, preferred_element_type=jnp.float32)
-        d_kernel.append(product.astype(kernel.dtype))
-        d_past = _since(cotangent * kernel[tap], age, back)
-        d_history = d_history + jnp.pad(d_past, ((0, 0), (tap, back), (0, 0)))
-    return d_history, jnp.stack(d_kernel), None
+    taps = kernel.shape[0]
+    d_kernel = [
+        jnp.einsum("bsc,bsc->c", past, cotangent, preferred_element_type=jnp.float32)
+        for past in _seen(history, age, taps)
+    ]
+    # As the forward pass, from behind: slices of one padded array fuse, padded slices do not.
+    around = ((0, 0), (taps - 1, taps - 1))
+    wide, wide_age = jnp.pad(cotangent, (*around, (0, 0))), None if age is None else jnp.pad(age, around)
+    d_history = jnp.zeros((), history.dtype)
+    for tap, weight in enumerate(kernel):
+        back = taps - 1 - tap
+        span = slice(back, back + history.shape[1])
+        d_history += _since(wide[:, span], None if wide_age is None else wide_age[:, span], back) * weight
+    return d_history, jnp.stack(d_kernel).astype(kernel.dtype), None
 
 
 _weigh.defvjp(lambda *args: (_weigh(*args), args), _weigh_backward)
