@@ -12,7 +12,7 @@ from qwen3next.errors import InputError, require
 
 # In XLA's order for concurrency, its default on CPUs, more arrays live at once and the same pages are used less often.
 # Other backends ignore it.
-COMPILER_OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+COMPILER_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _MOST = 2 * 10**9  # bytes in the user's cache folder

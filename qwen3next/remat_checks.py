@@ -29,6 +29,7 @@ from qwen3next.residuals import saved_values
 from qwen3next.stack import HybridBlock
 
 _BATCH, _LENGTH, _CHUNK = 2, 20, 8  # three chunks, so that no loop over them has one iteration
+_LONG = 1024  # tokens of a row where nothing is run: experts on a CPU keep nothing of few rows
 
 _QUICK = {"xla_backend_optimization_level": 0}  # of what is not run, or once
 
@@ -207,7 +208,7 @@ def _traced(config: ModelConfig, compute: Compute) -> Iterator[Check]:
 
 def _kept(config: ModelConfig, compute: Compute) -> Iterator[Check]:
     """What is kept, where the policy says it by name."""
-    remat, saved = compute.remat, saved_values(config, compute, _BATCH, _LENGTH)
+    remat, saved = compute.remat, saved_values(config, compute, _BATCH, _LONG)
     if remat.placement == "none" or "dots" in remat.policy or "everything" in remat.policy:
         return
     kinds = {key: values for key, values in saved.items() if key == "cycle" or remat.is_unit(key.split("/")[0])}

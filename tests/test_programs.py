@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import train
 from qwen3next.cli import dump_config, parse_config
 from qwen3next.errors import InputError
-from qwen3next.programs import _trim, keep_programs
+from qwen3next.programs import COMPILER_OPTIONS, _trim, keep_programs
 from qwen3next.resume import changes
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
@@ -95,3 +95,17 @@ def test_an_old_config_has_the_default(tmp_path):
     text = dump_config(config)
     old = parse_config(text.replace('compilation_cache = "auto"\n', ""), "old")
     assert "compilation_cache" in text and changes(old, config) == {}
+
+
+def test_the_options_take_effect():
+    """Branches that do not depend on each other: one after another each needs its arrays, side by side all of them."""
+
+    def branches(x, weights):
+        return sum(jnp.sum(jnp.sin(x @ weight) @ weight) for weight in weights)
+
+    args = jax.ShapeDtypeStruct((512, 512), jnp.float32), [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+    found, default = (
+        jax.jit(branches, compiler_options=options).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for options in (COMPILER_OPTIONS, None)
+    )
+    assert found < default / 2
