@@ -43,6 +43,7 @@ def plan(chosen: Int[Array, "tokens top_k"], experts: int) -> Plan:
     room = 8 * -(-int(_SPARE * share) // 8) if share >= _FEWEST else 0
     size = min(_LARGEST, 1 << (max(share // 8 if room else share, 1) - 1).bit_length())
     blocks = (max(assignments - room, 0) + min(experts, assignments) * (size - 1)) // size
+    blocks = 0 if room >= chosen.shape[0] else blocks  # a token chooses an expert once
 
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -73,14 +74,14 @@ def _expert(experts: PyTree, owner: Array, number: Array) -> PyTree:
     return jax.tree.map(one, experts)
 
 
-def _filled(values: Array, at: Array) -> Array:
-    """What stands there; 0 where nothing does."""
+def filled(values: Array, at: Array) -> Array:
+    """What stands at these places of the first axis; 0 past its end."""
     return values.at[at].get(mode="fill", fill_value=0)
 
 
 def _gathered(y: Float[Array, "places hidden"], place: Int[Array, "tokens top_k"]) -> Array:
     """Each token the sum of its assignments' rows."""
-    return sum((_filled(y, place[:, k]) for k in range(1, place.shape[1])), start=_filled(y, place[:, 0]))
+    return sum((filled(y, place[:, k]) for k in range(1, place.shape[1])), start=filled(y, place[:, 0]))
 
 
 def _if_any(plan: Plan, loop: Callable[[], PyTree]) -> PyTree:
@@ -98,7 +99,7 @@ def _beyond(moving: tuple[PyTree, Array, Array], plan: Plan, apply: Apply) -> Fl
     top_k, source = shares.shape[1], plan.blocks.source.reshape(plan.owner.size, -1)
 
     def one(number: Array, y: Array) -> Array:
-        rows, share = _filled(x, source[number] // top_k), _filled(shares.reshape(-1, 1), source[number])
+        rows, share = filled(x, source[number] // top_k), filled(shares.reshape(-1, 1), source[number])
         expert = eqx.combine(_expert(experts, plan.owner[number], number), static)
         return y.at[number].set(apply(expert, rows, share))
 
@@ -134,8 +135,8 @@ def _backward(
         def add(total: Array, slope: Array) -> Array:
             return total.at[owner].add(slope.astype(jnp.float32))
 
-        at = _expert(trained, owner, number), _filled(x, tokens), _filled(shares.reshape(-1, 1), source[number])
-        d_expert, d_row, d_share = jax.vjp(applied, *at)[1](_filled(cotangent, tokens))
+        at = _expert(trained, owner, number), filled(x, tokens), filled(shares.reshape(-1, 1), source[number])
+        d_expert, d_row, d_share = jax.vjp(applied, *at)[1](filled(cotangent, tokens))
         return jax.tree.map(add, total, d_expert), d_rows.at[number].set(d_row), d_shares.at[number].set(d_share)
 
     def loop() -> tuple[PyTree, Array, Array]:
@@ -144,7 +145,7 @@ def _backward(
         total, d_rows, d_shares = jax.lax.fori_loop(0, plan.used, one, (total, *zeros))
         d_trained = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), total, trained)
         d_x = _gathered(d_rows.reshape(-1, x.shape[1]), plan.blocks.place)
-        return d_trained, d_x, _filled(d_shares.reshape(-1), plan.blocks.place)
+        return d_trained, d_x, filled(d_shares.reshape(-1), plan.blocks.place)
 
     return _if_any(plan, loop)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from qwen3next.blocks import filled
 from qwen3next.config import Overflow
 from qwen3next.mesh import axis_sizes
 
@@ -106,11 +107,6 @@ class Exchange:
         return self.swap(flat.at[source].get(mode="fill", fill_value=-1).astype(jnp.int32) % self.held)
 
 
-def _rows(x: Array, source: Array, top_k: int) -> Array:
-    """Each place its assignment's row, 0 where there is none."""
-    return x.at[source // top_k].get(mode="fill", fill_value=0)
-
-
 def _gathered(y: Array, place: Array, weights: Array) -> Array:
     """`sum_k weights[t, k] y[place[t, k]]` in float32, one k at a time: all at once are k times the memory."""
 
@@ -131,7 +127,7 @@ def _exchange(
 
     def one(number: Any, total: Array) -> Array:
         source = exchange.source(route, number)
-        rows = exchange.swap(_rows(x, source, chosen.shape[1]))
+        rows = exchange.swap(filled(x, source // chosen.shape[1]))
         y = exchange.swap(apply(experts, rows, exchange.owner(route, source, chosen)))
         place, sent = exchange.target(route, number)
         return total + _gathered(y, place, jnp.where(sent, weights, 0))
@@ -158,8 +154,8 @@ def _backward(
         d_trained, dx, dweights = sums
         source = exchange.source(route, number)
         owner = exchange.owner(route, source, chosen)
-        rows, c = (exchange.swap(_rows(value, source, top_k)) for value in (x, cotangent))
-        weight = exchange.swap(flat_weights.at[source].get(mode="fill", fill_value=0))
+        rows, c = (exchange.swap(filled(value, source // top_k)) for value in (x, cotangent))
+        weight = exchange.swap(filled(flat_weights, source))
         y, pull = jax.vjp(lambda trained, rows: apply(eqx.combine(trained, rest), rows, owner), trained, rows)
         d_experts, d_rows = pull(c * weight[:, None])
         d_weight = jnp.sum(c.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)

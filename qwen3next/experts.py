@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from qwen3next.blocks import beyond, plan
+from qwen3next.blocks import beyond, filled, plan
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product, product
@@ -21,7 +21,7 @@ def _send(
 
     Knowing both directions makes the gradient a gather too: scattered additions are slow.
     """
-    return x.at[source // place.shape[1]].get(mode="fill", fill_value=0)
+    return filled(x, source // place.shape[1])
 
 
 @jax.custom_vjp
@@ -29,7 +29,7 @@ def _collect(
     y: Float[Array, "places hidden"], source: Int[Array, " places"], place: Int[Array, "tokens top_k"]
 ) -> Float[Array, "tokens top_k hidden"]:
     """Each assignment what its place holds, 0 where it stands elsewhere: the way back."""
-    return y.at[place].get(mode="fill", fill_value=0)
+    return filled(y, place)
 
 
 def _send_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
@@ -37,8 +37,7 @@ def _send_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 
 
 def _collect_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
-    flat = cotangent.reshape(-1, cotangent.shape[-1])
-    return flat.at[indices[0]].get(mode="fill", fill_value=0), None, None
+    return filled(cotangent.reshape(-1, cotangent.shape[-1]), indices[0]), None, None
 
 
 _send.defvjp(lambda x, source, place: (_send(x, source, place), (source, place)), _send_backward)
@@ -49,6 +48,9 @@ _collect.defvjp(lambda y, source, place: (_collect(y, source, place), (source, p
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+
+
+_by_expert = jax.vmap(product)  # rows [experts, rows, in] with [experts, out, in]
 
 
 class Experts(eqx.Module):
@@ -82,14 +84,9 @@ class Experts(eqx.Module):
 
     def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Every expert on every token: the reference."""
-
-        def by_expert(rows: Array, weight: Array) -> Array:
-            return jnp.einsum("tei,eoi->teo", rows, weight.astype(rows.dtype))
-
-        rows = jnp.broadcast_to(x[:, None], (x.shape[0], self.held, x.shape[1]))
-        one_hot = jax.nn.one_hot(chosen, self.held, dtype=x.dtype)
-        share = jnp.einsum("tk,tke->te", weights, one_hot)
-        return jnp.einsum("te,teh->th", share, self._swiglu(rows, by_expert))
+        rows = jnp.broadcast_to(x, (self.held, *x.shape))
+        share = jnp.einsum("tk,tke->et", weights, jax.nn.one_hot(chosen, self.held, dtype=x.dtype))
+        return jnp.sum(self._swiglu(rows, _by_expert, share[..., None]), axis=0)
 
     def _ragged(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Assignments sorted by expert, and a grouped product over them."""
@@ -110,17 +107,14 @@ class Experts(eqx.Module):
         def apply(expert: "Experts", rows: Array, share: Array) -> Array:
             return expert._swiglu(rows, product, share)
 
-        def by_expert(rows: Array, weight: Array) -> Array:
-            return jnp.einsum("eri,eoi->ero", rows, weight.astype(rows.dtype))
-
-        out = beyond(apply, self, x, weights, placed)
         source, place = placed.table
         if not source.size:
-            return out
+            return beyond(apply, self, x, weights, placed)
         rows = _send(x, source, place).reshape(self.held, -1, x.shape[1])
         share = _send(weights.reshape(-1, 1), source, place.reshape(-1, 1)).reshape(self.held, -1, 1)
-        table = self._swiglu(rows, by_expert, share).reshape(-1, x.shape[1])
-        return out + jnp.sum(_collect(table, source, place), axis=1)
+        table = self._swiglu(rows, _by_expert, share).reshape(-1, x.shape[1])
+        out = jnp.sum(_collect(table, source, place), axis=1)
+        return out + beyond(apply, self, x, weights, placed) if placed.owner.size else out
 
     def _here(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> Array:
         dispatch = compute.dispatch

@@ -1,6 +1,7 @@
 """Matrices: the projection that every layer uses, one or as many as there are experts, and the embedding."""
 
 import abc
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -10,6 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 Product = Callable[[Array, Array], Array]
 
+_FEW = 16  # rows of a product
+
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:
     """N(0, std^2), drawn in float32 so that a dtype changes the rounding and not the draw."""
@@ -18,7 +21,11 @@ def normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: jnp.dty
 
 def product(x: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
     """`x W^T` in the dtype of `x`: parameters are cast where they are used and nowhere else."""
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    weight = weight.astype(x.dtype)
+    if not 1 < math.prod(x.shape[:-1]) <= _FEW:
+        return jnp.einsum("...i,oi->...o", x, weight)
+    # XLA on CPUs rearranges a product's right side first: few rows, not the weight. A barrier, or it turns them back.
+    return jnp.moveaxis(jax.lax.optimization_barrier(jnp.einsum("oi,...i->o...", weight, x)), 0, -1)
 
 
 class AbstractLinear(eqx.Module):

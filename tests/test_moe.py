@@ -89,6 +89,7 @@ ROUTES = {
     "more_experts_than_assignments": (16, _distinct(16, 3, 2)),
     # Several blocks to an expert; skewed, one expert has most tokens and another a single one.
     "many_tokens": (3, _distinct(3, 300, 2)),
+    "one_expert": (1, np.zeros((20, 1))),
     "many_tokens_skewed": (4, np.where(np.arange(300)[:, None] == 7, [[1, 0]], [[3, 0]])),
 }
 
