@@ -11,7 +11,7 @@ import jax
 from qwen3next.errors import InputError, require
 
 # In XLA's order for concurrency, its default on CPUs, more arrays live at once and the same pages are used less often.
-# Other backends ignore it.
+# The compiler for TPUs takes the option and ignores it.
 COMPILER_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"

@@ -87,9 +87,9 @@ ROUTES = {
     "one_token": (6, np.array([[4, 1]])),
     "every_expert": (4, _distinct(4, 7, 4)),
     "more_experts_than_assignments": (16, _distinct(16, 3, 2)),
+    "one_expert": (1, np.zeros((20, 1))),  # its table holds all: there are no blocks
     # Several blocks to an expert; skewed, one expert has most tokens and another a single one.
     "many_tokens": (3, _distinct(3, 300, 2)),
-    "one_expert": (1, np.zeros((20, 1))),
     "many_tokens_skewed": (4, np.where(np.arange(300)[:, None] == 7, [[1, 0]], [[3, 0]])),
 }
 

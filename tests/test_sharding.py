@@ -109,7 +109,7 @@ def _run(*command, devices=8):
 
 
 def test_eight_devices_compute_what_one_does():
-    meshes = ("fsdp", "mixed", "tensor")  # `data` and `expert` alone besides, by hand
+    meshes = ("fsdp", "expert", "mixed", "tensor")  # `data` alone besides, by hand
     done = _run(TESTS / "sharded_step.py", *meshes)
     assert done.returncode == 0, done.stderr
     assert "Involuntary full rematerialization" not in done.stderr
