@@ -14,6 +14,7 @@ in the backend's own precision for float32. Queries and keys stay at their own h
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,17 @@ _BASE = 8  # below this size the inverse doubles under a mask: tiny products cos
 _STRONGEST = -104.0  # e^-104 is 0 in float32
 
 
-def _inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
-    """(I + lower)^{-1} by halves: inv [[P, 0], [L, Q]] = [[P', 0], [-Q' L P', Q']]. As stable as substitution."""
+def unit_triangular_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
+    """(I + lower)^{-1} for a strictly lower triangular matrix whose size is a power of two.
+
+    By halves: inv [[P, 0], [L, Q]] = [[P', 0], [-Q' L P', Q']]. As stable as substitution.
+    """
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     size = lower.shape[-1]
     if size > _BASE:
         half = size // 2
         blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]], axis=-3)
-        inverses = _inverse(blocks)
+        inverses = unit_triangular_inverse(blocks)
         first, second = inverses[..., 0, :, :], inverses[..., 1, :, :]
         corner = -product(second, product(lower[..., half:, :half], first))
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
@@ -46,26 +50,6 @@ def _inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch 
         inverse = inverse - (corners if half == 1 else product(inverse, product(corners, inverse)))
         half *= 2
     return inverse
-
-
-@jax.custom_vjp
-def unit_triangular_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
-    """(I + lower)^{-1} for a strictly lower triangular matrix whose size is a power of two."""
-    return _inverse(lower)
-
-
-def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = checkpoint_name(_inverse(lower), "chunk_inverse")  # here, for it is the derivative's residual
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    return (-jnp.tril(product(product(transposed, cotangent), transposed), -1),)
-
-
-unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _sums(x: Float[Array, "*batch chunk"]) -> Float[Array, "*batch chunk"]:
@@ -99,6 +83,119 @@ def _decay(
     return jnp.exp(jnp.where(visible, between, -jnp.inf)), jnp.exp(from_start)
 
 
+class _Chunks(NamedTuple):
+    """A sequence in chunks; R value heads share a key head. `documents` counts those that began in the chunk."""
+
+    q: Float[Array, "n batch key_heads 1 chunk key"]
+    k: Float[Array, "n batch key_heads 1 chunk key"]
+    v: Float[Array, "n batch key_heads repeats chunk value"]
+    g: Float[Array, "n batch key_heads repeats chunk"]
+    beta: Float[Array, "n batch key_heads repeats chunk"]
+    documents: Float[Array, "n batch 1 1 chunk"] | None
+
+
+def _transposed(x: Float[Array, "*batch rows columns"]) -> Float[Array, "*batch columns rows"]:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _by_key_head(
+    x: Float[Array, "n batch key_heads repeats rows inner"], y: Float[Array, "n batch key_heads 1 inner columns"]
+) -> Float[Array, "n batch key_heads repeats rows columns"]:
+    """`x @ y` as one product a key head: a broadcast `y` would be written out."""
+    rows = x.reshape(*x.shape[:3], 1, -1, x.shape[-1]) @ y
+    return rows.reshape(*x.shape[:-1], -1)
+
+
+def _products_within(chunks: _Chunks) -> tuple[Array, Array]:
+    """`k_i.k_j` and `q_i.k_j`, [n, batch, key_heads, 1, chunk, chunk]."""
+    keys = _transposed(chunks.k)
+    return chunks.k @ keys, chunks.q @ keys
+
+
+def _reads(chunks: _Chunks, inverse: Array, from_start: Array) -> Float[Array, "n batch key_heads repeats chunk key"]:
+    """What the deltas take of a chunk's first state: `T (beta e^G k)`."""
+    return _by_key_head(inverse * (chunks.beta * from_start)[..., None, :], chunks.k)
+
+
+@jax.custom_vjp
+def _rule(
+    chunks: _Chunks, state: Float[Array, "batch key_heads repeats key value"]
+) -> tuple[Float[Array, "n batch key_heads repeats chunk value"], Float[Array, "batch key_heads repeats key value"]]:
+    """Outputs and last state. The derivative, by hand, is that of the triangular system, not of its inverse."""
+    return _forward(chunks, state)[0]
+
+
+def _forward(chunks: _Chunks, state: Array) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    q, k, v, g, beta, documents = chunks
+    decay, from_start = _decay(g, documents)
+    to_end, across = decay[..., -1, :, None], from_start[..., -1, None, None]
+    kk, qk = _products_within(chunks)
+    inverse = unit_triangular_inverse(jnp.tril(beta[..., None] * kk * decay, -1))
+    inverse = checkpoint_name(inverse, "chunk_inverse")
+    writes = inverse @ (beta[..., None] * v)
+
+    def step(m: Array, xs: tuple[Array, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        writes, reads, to_state, across = xs
+        m = checkpoint_name(m, "chunk_states")
+        delta = checkpoint_name(writes - reads @ m, "chunk_deltas")
+        return across * m + _transposed(to_state) @ delta, (m, delta)
+
+    # The loop does no more than must be serial: each chunk's outputs follow from its first state and its deltas.
+    last, (states, deltas) = jax.lax.scan(
+        step, state, (writes, _reads(chunks, inverse, from_start), k * to_end, across)
+    )
+    out = (q * from_start[..., None]) @ states + (qk * decay) @ deltas
+    return (out, last), (chunks, inverse, states, deltas)
+
+
+def _backward(kept: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[_Chunks, Array]:
+    chunks, inverse, states, deltas = kept
+    q, k, v, g, beta, documents = chunks
+    d_out, d_last = cotangents
+    (decay, from_start), decay_backward = jax.vjp(lambda g: _decay(g, documents), g)
+    beta, e = beta[..., None], from_start[..., None]
+    to_end, across = decay[..., -1, :, None], e[..., -1:, :]
+    kk, qk = _products_within(chunks)
+
+    def step(d_m: Array, xs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        by_scores, by_states, reads, to_state, across = xs
+        d_delta = by_scores + to_state @ d_m
+        return across * d_m + by_states - _transposed(reads) @ d_delta, (d_delta, d_m)
+
+    by_scores, by_states = _transposed(qk * decay) @ d_out, _transposed(q * e) @ d_out
+    terms = (by_scores, by_states, _reads(chunks, inverse, from_start), k * to_end, across)
+    d_state, (d_deltas, d_ms) = jax.lax.scan(step, d_last, terms, reverse=True)
+
+    # The deltas solve (I + A) d = beta v - beta e^G k M: d_right is the gradient of the right side, -d_right d^T of A.
+    d_right = _transposed(inverse) @ d_deltas
+    d_system = -jnp.tril(d_right @ _transposed(deltas), -1)
+    d_scores = d_out @ _transposed(deltas)
+    d_reading_k = -d_right @ _transposed(states)  # of beta e^G k
+    d_reading_q = d_out @ _transposed(states)  # of e^G q
+    d_writing_k = deltas @ _transposed(d_ms)  # of e^{G_last - G} k
+
+    read = jnp.sum(d_reading_k * k, axis=-1, keepdims=True)
+    d_beta = jnp.sum(d_right * v, axis=-1) + (read * e)[..., 0] + jnp.sum(d_system * kk * decay, axis=-1)
+    d_from_start = jnp.sum(d_reading_q * q, axis=-1) + (read * beta)[..., 0]
+    d_from_start = d_from_start.at[..., -1].add(jnp.sum(states * d_ms, axis=(-1, -2)))
+    d_decay = d_system * beta * kk + d_scores * qk
+    d_decay = d_decay.at[..., -1, :].add(jnp.sum(d_writing_k * k, axis=-1))
+    (d_g,) = decay_backward((d_decay, d_from_start))
+
+    def shared(x: Array) -> Array:
+        """A key head's sum over its value heads."""
+        return jnp.sum(x, axis=3, keepdims=True)
+
+    d_kk, d_qk = shared(d_system * beta * decay), shared(d_scores * decay)
+    d_q = shared(d_reading_q * e) + d_qk @ k
+    d_k = shared(d_reading_k * beta * e + d_writing_k * to_end)
+    d_k += _transposed(d_qk) @ q + (d_kk + _transposed(d_kk)) @ k
+    return _Chunks(d_q, d_k, beta * d_right, d_g, d_beta, None), d_state
+
+
+_rule.defvjp(_forward, _backward)
+
+
 def _chunked(
     q: Float[Array, "batch seq key_heads key"],
     k: Float[Array, "batch seq key_heads key"],
@@ -121,32 +218,13 @@ def _chunked(
         x = x.reshape(batch, n, size, *heads, *x.shape[3:])
         return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(heads)), 1, 0)
 
-    q, k = chunks(q, key_heads, 1), chunks(k, key_heads, 1)
+    q, k = (chunks(x, key_heads, 1) for x in (q, k))
     v, g, beta = (chunks(x, key_heads, repeats) for x in (v, g, beta))
-    documents = None
-    if resets is not None:
-        documents = _sums(chunks(resets[:, :, None].astype(jnp.float32), 1, 1))
-
-    decay, from_start = _decay(g, documents)
-    to_end, across = decay[..., -1, :], from_start[..., -1, None, None]
-    kk, qk = jnp.einsum("...id,...jd->...ij", k, k), jnp.einsum("...id,...jd->...ij", q, k)
-    inverse = unit_triangular_inverse(jnp.tril(beta[..., :, None] * kk * decay, -1))
-    writes = inverse @ (beta[..., None] * v)
-    reads = (inverse * (beta * from_start)[..., None, :]) @ k
-    to_state = k * to_end[..., None]
-
-    def step(m: Array, xs: tuple[Array, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        writes, reads, to_state, across = xs
-        m = checkpoint_name(m, "chunk_states")
-        delta = checkpoint_name(writes - reads @ m, "chunk_deltas")
-        return across * m + jnp.einsum("...ck,...cv->...kv", to_state, delta), (m, delta)
-
-    # The loop does no more than must be serial: each chunk's outputs follow from its first state and its deltas.
+    documents = None if resets is None else _sums(chunks(resets[:, :, None].astype(jnp.float32), 1, 1))
     grouped = state.reshape(batch, key_heads, repeats, *state.shape[2:])
-    m, (states, deltas) = jax.lax.scan(step, grouped, (writes, reads, to_state, across))
-    out = (q * from_start[..., None]) @ states + (qk * decay) @ deltas
+    out, last = _rule(_Chunks(q, k, v, g, beta, documents), grouped)
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), -2, 2).reshape(batch, n * size, value_heads, value_dim)
-    return out[:, :seq], m.reshape(state.shape)
+    return out[:, :seq], last.reshape(state.shape)
 
 
 def _step(
