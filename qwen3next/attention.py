@@ -12,6 +12,7 @@ from qwen3next.context import Context
 from qwen3next.linear import AbstractLinear, Linear
 from qwen3next.mixer import AbstractMixer, MixerStats, mixer_stats
 from qwen3next.norms import RMSNorm
+from qwen3next.remat import recomputed
 from qwen3next.rotary import rotate
 from qwen3next.softmax import attend
 
@@ -63,6 +64,6 @@ class GatedAttention(AbstractMixer[AttentionCache]):
                 k, v = (jnp.moveaxis(y, 1, 2) for y in (cache.key, cache.value))
         with jax.named_scope("attention"):
             out = attend(q, k, v, context)
-        gate = jax.nn.sigmoid(gate)
-        stats = mixer_stats(jnp.mean(gate, axis=-1), None, context)
-        return self.o_proj((out * gate).reshape(batch, seq, -1)), cache, stats
+        stats = mixer_stats(jnp.mean(jax.nn.sigmoid(gate), axis=-1), None, context)
+        gated = recomputed(lambda out, gate: out * jax.nn.sigmoid(gate))(out, gate)
+        return self.o_proj(gated.reshape(batch, seq, -1)), cache, stats

@@ -12,10 +12,10 @@ from qwen3next.cache import DeltaNetCache
 from qwen3next.config import ModelConfig
 from qwen3next.context import Context, Packing
 from qwen3next.delta_rule import gated_delta_rule
-from qwen3next.jaxprs import INTERNAL
 from qwen3next.linear import AbstractLinear, Linear, normal
 from qwen3next.mixer import AbstractMixer, MixerStats, mixer_stats
 from qwen3next.norms import GatedRMSNorm, l2_norm
+from qwen3next.remat import recomputed
 from qwen3next.shards import own_part
 
 
@@ -194,13 +194,8 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
             return rule(q, k, v, g, beta, state)
         axes = (2, 2, 2, 2, 2, 1)  # of heads
         cut = [_split(x, axis, parts) for x, axis in zip((q, k, v, g, beta, state), axes, strict=True)]
-        part = jax.checkpoint(rule, prevent_cse=False, policy=compute.remat.jax_policy("linear_attention"))
-
-        def apart(heads: list[Array]) -> tuple[Array, Array]:
-            with jax.named_scope(INTERNAL):
-                return part(*heads)
-
-        out, end = jax.lax.map(apart, cut)
+        part = recomputed(rule, prevent_cse=False, policy=compute.remat.jax_policy("linear_attention"))
+        out, end = jax.lax.map(lambda heads: part(*heads), cut)
         return _join(out, 2), _join(end, 1)
 
     def __call__(
@@ -211,7 +206,7 @@ class GatedDeltaNet(AbstractMixer[DeltaNetCache]):
         with jax.named_scope("convolution"):
             window = None if cache is None else cache.conv
             mixed, window = short_convolution(inputs, self._own_kernel(), window, context.packing)
-            mixed = jax.nn.silu(checkpoint_name(mixed, "conv_out"))
+            mixed = recomputed(jax.nn.silu)(checkpoint_name(mixed, "conv_out"))
         with jax.named_scope("delta_rule"):
             out, state = self.recurrence(mixed, b, a, context, None if cache is None else cache.state)
         out = checkpoint_name(out.astype(x.dtype), "delta_out")

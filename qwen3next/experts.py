@@ -11,6 +11,7 @@ from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product, product
 from qwen3next.mesh import axis_sizes, tokens_travel
+from qwen3next.mlp import swiglu
 
 
 @jax.custom_vjp
@@ -80,7 +81,7 @@ class Experts(eqx.Module):
     ) -> Float[Array, "*rows hidden"]:
         rows = checkpoint_name(rows, "expert_rows")
         gate, up = (checkpoint_name(y(rows, product), "expert_hidden") for y in (self.gate_proj, self.up_proj))
-        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up * share, product), "expert_out")
+        return checkpoint_name(self.down_proj(swiglu(gate, up, share), product), "expert_out")
 
     def _dense(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Every expert on every token: the reference."""

@@ -8,6 +8,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from qwen3next.config import ModelConfig
 from qwen3next.linear import AbstractLinear, Linear
+from qwen3next.remat import recomputed
+
+
+@recomputed
+def swiglu(gate: Array, up: Array, share: Array | float = 1.0) -> Array:
+    """`silu(gate) * up * share`."""
+    return jax.nn.silu(gate) * up * share
 
 
 class MLP(eqx.Module):
@@ -26,4 +33,4 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         gate, up = (checkpoint_name(project(x), "mlp_hidden") for project in (self.gate_proj, self.up_proj))
-        return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up), "mlp_out")
+        return checkpoint_name(self.down_proj(swiglu(gate, up)), "mlp_out")

@@ -5,12 +5,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qwen3next.remat import recomputed
+
 
 def _normalize(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "*batch width"]:
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
+@recomputed
 def l2_norm(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, in float32. Zero stays zero and its slope finite."""
     x = x.astype(jnp.float32)
@@ -27,6 +30,7 @@ class RMSNorm(eqx.Module):
         self.weight = jnp.zeros(width, dtype)
         self.eps = eps
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         return (_normalize(x, self.eps) * (1 + self.weight.astype(jnp.float32))).astype(x.dtype)
 
@@ -41,6 +45,7 @@ class GatedRMSNorm(eqx.Module):
         self.weight = jnp.ones(width, dtype)
         self.eps = eps
 
+    @recomputed
     def __call__(
         self, x: Float[Array, "*batch width"], gate: Float[Array, "*batch width"]
     ) -> Float[Array, "*batch width"]:

@@ -3,12 +3,14 @@
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from qwen3next.errors import InputError, require
+from qwen3next.jaxprs import INTERNAL
 
 Unit = Callable[..., Any]
 
@@ -87,6 +89,20 @@ def _jax_policy(text: str) -> Callable[..., Any] | None:
             offload_dst="pinned_host",
         )
     return {"nothing": None, "dots": policies.dots_saveable, "everything": policies.everything_saveable}[parsed]
+
+
+def recomputed(function: Unit, *, prevent_cse: bool = True, policy: Callable[..., Any] | None = None) -> Unit:
+    """`function`, whose derivative keeps its arguments and computes the rest again, whatever the choice of remat.
+
+    For what costs less to compute than to keep: functions of each element, norms, and bodies of inner loops.
+    """
+
+    @wraps(function)
+    def apply(*args: Any) -> Any:
+        with jax.named_scope(INTERNAL):
+            return eqx.filter_checkpoint(function, prevent_cse=prevent_cse, policy=policy)(*args)
+
+    return apply
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from qwen3next.config import AttentionKind
 from qwen3next.context import Context
 from qwen3next.errors import require
-from qwen3next.jaxprs import INTERNAL
+from qwen3next.remat import recomputed
 
 _QUERIES = 128  # of a block of `plain`: what it computes stays in a core's cache
 _CUDNN_QUERIES = 1024  # of a block of `cudnn` where there is a mask
@@ -58,22 +58,20 @@ def _in_blocks(q: Array, k: Array, v: Array, context: Context, one: Block, large
     queries = jnp.minimum(jnp.arange(count * size), seq - 1).reshape(count, size)
     wide_k, wide_v = (x.astype(jnp.float32) for x in (k, v))  # their gradients are sums over blocks, in this dtype
 
-    def block(end: int, queries: Array, q: Array) -> Array:
+    def block(end: int, xs: tuple[Array, Array]) -> Array:
+        queries, q = xs
         keys = (x[:, :end].astype(k.dtype) for x in (wide_k, wide_v))
         return one(q, *keys, context.attention_mask(queries)[..., :end])
-
-    def apart(end: int, xs: tuple[Array, Array]) -> Array:
-        with jax.named_scope(INTERNAL):
-            return jax.checkpoint(partial(block, end), prevent_cse=False)(*xs)
 
     outs = []
     for first in range(0, count, per_segment):
         last = min(first + per_segment, count)
         end = min(last * size, seq) if context.keys_are_own else k.shape[1]
         if per_segment == 1:
-            outs.append(block(end, queries[first], q[first])[None])
+            outs.append(block(end, (queries[first], q[first]))[None])
         else:
-            outs.append(jax.lax.map(partial(apart, end), (queries[first:last], q[first:last])))
+            apart = recomputed(partial(block, end), prevent_cse=False)
+            outs.append(jax.lax.map(apart, (queries[first:last], q[first:last])))
     out = jnp.moveaxis(jnp.concatenate(outs), 0, 1)
     return out.reshape(batch, count * size, *heads)[:, :seq]
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from qwen3next.config import IGNORED_LABEL
-from qwen3next.jaxprs import INTERNAL
 from qwen3next.linear import AbstractEmbedding, AbstractLinear, product
 from qwen3next.mesh import ALIKE, ROWS, axis_sizes, leaf_cuts, tensor_axis
+from qwen3next.remat import recomputed
 from qwen3next.shards import Shards, on_devices, summed, whole
 from qwen3next.tree import leaf_path
 
@@ -102,11 +102,7 @@ class Pieces:
             module = eqx.combine(jax.tree.unflatten(structure, leaves), static)
             return one(carry, Shards(module, table.cuts).gather(dtype), number)
 
-        def apart(carry: Any, given: tuple[list[Array], Array]) -> tuple[Any, PyTree]:
-            with jax.named_scope(INTERNAL):
-                return jax.checkpoint(step)(carry, given)
-
-        return jax.lax.scan(apart, start, (cut, jnp.arange(self.count)))
+        return jax.lax.scan(recomputed(step), start, (cut, jnp.arange(self.count)))
 
 
 @jax.custom_vjp
