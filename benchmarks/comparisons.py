@@ -34,13 +34,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row: a script, and the specification that it is run with. `tokens` are those of a repetition."""
+    """A row: a script, and the specification that it is run with. `tokens` are those of a repetition.
+
+    `goal`: as many times as fast as the fastest peer it should be.
+    """
 
     name: str
     side: Side
     script: Path
     spec: Facts
     tokens: int = 0
+    goal: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,11 @@ class _Job:
     def _spec(self, **more: Any) -> Facts:
         return {"job": self.job, **self.shape, **more}
 
-    def ours(self, name: str, variant: str = "", side: Side = "ours", **more: Any) -> Contestant:
+    def ours(
+        self, name: str, variant: str = "", side: Side = "ours", goal: float | None = None, **more: Any
+    ) -> Contestant:
         spec = self._spec(config=str(self.settings.path), variant=variant, **more)
-        return Contestant(name, side, OURS, spec, self.tokens)
+        return Contestant(name, side, OURS, spec, self.tokens, goal)
 
     def products(self) -> Contestant:
         return self.ours("bare products", "products", "bound")
@@ -96,10 +102,10 @@ def train(settings: Settings) -> list[Block]:
     """An optimizer step of the config's batch."""
     job = _train_job(settings)
     contestants = [
-        job.ours("remat layer, scanned", "layer"),
-        job.ours("remat none, scanned", "none"),
-        job.ours("remat none, unrolled", "none", unroll=True),
-        job.ours("remat layer, unrolled", "layer", unroll=True),
+        job.ours("remat layer, scanned", "layer", goal=1.2),
+        job.ours("remat none, scanned", "none", goal=1.5),
+        job.ours("remat none, unrolled", "none", goal=1.5, unroll=True),
+        job.ours("remat layer, unrolled", "layer", goal=1.2, unroll=True),
         *(_train_peer(settings, experts, on) for on in (False, True) for experts in ("eager", "grouped_mm")),
         job.products(),
     ]
@@ -114,7 +120,7 @@ def prefill(settings: Settings) -> list[Block]:
         peers = [job.peer("eager"), job.peer("grouped_mm")]
         if length == 1024:  # torch writes the chunks out: a long row takes more than five minutes to compile
             peers.append(job.peer("grouped_mm", compiled=True))
-        blocks.append(Block("prefill", f"prefill: 1 x {length} tokens", [job.ours("generate"), *peers]))
+        blocks.append(Block("prefill", f"prefill: 1 x {length} tokens", [job.ours("generate", goal=1.5), *peers]))
     return blocks
 
 
@@ -129,7 +135,7 @@ def decode(settings: Settings) -> list[Block]:
             job.peer("grouped_mm", compiled=True, name="static cache"),
             job.peer("batched_mm", compiled=True, name="static cache"),
         ]
-        contestants = [job.ours("generate"), *peers, job.ours("weights read once", "weights", "bound")]
+        contestants = [job.ours("generate", goal=4), *peers, job.ours("weights read once", "weights", "bound")]
         title = f"decode: {rows} x {new - 1} tokens, after a prompt of 64"
         blocks.append(Block("decode", title, contestants, steps=new - 1))
     after = []
@@ -148,7 +154,7 @@ def delta(settings: Settings) -> list[Block]:
     against = Block(
         "delta",
         f"delta: 1 x 2048, {heads}, with gradients",
-        [job.ours("gated_delta_rule"), job.peer(name="torch_chunk_gated_delta_rule"), job.products()],
+        [job.ours("gated_delta_rule", goal=2), job.peer(name="torch_chunk_gated_delta_rule"), job.products()],
     )
     grown = [
         _Job(settings, "delta", length, {"length": length, **_SMALL}).ours(f"length {length:,}")

@@ -43,6 +43,7 @@ _ENVIRONMENT = {
 }
 _PROBE = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 _ABSENT = "-"
+COLUMNS = ("median", "min", "a step", "tokens/s", "peer/this", "goal", "this/bare", "peak MB")
 
 
 def usable_cores() -> list[int]:
@@ -119,7 +120,8 @@ def measure(block: Block, settings: Settings, repeats: int, peers: bool) -> list
             return child
 
         children = dict[int, Child]()
-        rows = [{"name": c.name, "side": c.side, "tokens": c.tokens, "repetitions": []} for c in block.contestants]
+        told = [{"name": c.name, "side": c.side, "tokens": c.tokens, "goal": c.goal} for c in block.contestants]
+        rows = [facts | {"repetitions": []} for facts in told]
         for contestant in block.before:
             try:
                 begin(contestant).ask("end")
@@ -176,6 +178,13 @@ def label(row: Facts) -> str:
     return row["name"]
 
 
+def against_goal(goal: float | None, reached: float | None) -> str:
+    """A goal, and by how much it is missed."""
+    if goal is None:
+        return ""
+    return f"{goal:g}" if reached is None or reached >= goal else f"{goal:g} ({reached / goal - 1:.0%})"
+
+
 def add_rows(table: Table, block: Facts) -> None:
     """A block of the table."""
     table.add_row(f"[bold]{block['title']}")
@@ -185,7 +194,9 @@ def add_rows(table: Table, block: Facts) -> None:
     for row in block["rows"]:
         if "error" in row:
             absent = row["error"] == _ABSENT
-            table.add_row(f"  {row['name']}{'' if absent else ': ' + row['error']}", *[_ABSENT] * 7, style="dim")
+            table.add_row(
+                f"  {row['name']}{'' if absent else ': ' + row['error']}", *[_ABSENT] * len(COLUMNS), style="dim"
+            )
             continue
         seconds, ours, bare = row["seconds"], row["side"] == "ours", row["side"] == "bound"
         table.add_row(
@@ -195,6 +206,7 @@ def add_rows(table: Table, block: Facts) -> None:
             duration(seconds / block["steps"]) if block["steps"] > 1 else "",
             f"{row['tokens'] / seconds:,.0f}" if row["tokens"] and not bare else "",
             f"{peer / seconds:.2f}" if ours and peer else _ABSENT if ours else "",
+            against_goal(row["goal"], peer and peer / seconds),
             f"{seconds / bound:.2f}" if bound and not bare else "",
             "" if bare else f"{row['peak'] / 1e6:,.0f}",
         )
@@ -207,10 +219,11 @@ def show(report: Facts, console: Console) -> None:
     where = f"{report['date']}, {report['machine']}, {report['cores']} cores, {report['threads']} threads"
     table = Table(
         title=f"{where}\n{versions}\n{report['config']}; medians of {report['repeats']}, contestants in turn",
-        caption="peer/this: above 1, this is faster than the fastest peer. this/bare: the same work, bare, is 1.",
+        caption="peer/this: above 1, this is faster than the fastest peer, and goal is what it should be, with what is "
+        "missing. this/bare: the same work, bare, is 1.",
     )
     table.add_column("", max_width=64)
-    for column in ("median", "min", "a step", "tokens/s", "peer/this", "this/bare", "peak MB"):
+    for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for block in report["blocks"]:
         add_rows(table, block)

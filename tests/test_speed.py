@@ -1,5 +1,6 @@
 """The benchmark of speeds: what it counts, what it writes, and how it ends when something is missing."""
 
+import io
 import json
 import os
 import subprocess
@@ -104,6 +105,24 @@ def test_a_contestant_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.Mo
     while _runs(int(str(other))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(int(str(other)))  # what a contestant has started is ended too
+
+
+def test_a_missed_goal_says_by_how_much(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from rich.console import Console
+    from speed import show
+
+    def row(name: str, side: str, seconds: float, goal: float | None) -> dict[str, object]:
+        facts = {"tokens": 0, "repetitions": [], "minimum": seconds, "peak": 0}
+        return facts | {"name": name, "side": side, "seconds": seconds, "goal": goal}
+
+    rows = [row("near", "ours", 0.8, 1.5), row("there", "ours", 0.5, 1.5), row("peer", "peer", 1.0, None)]
+    report = {"date": "", "machine": "", "cores": 1, "threads": 1, "versions": {}, "config": "", "repeats": 1}
+    console = Console(width=140, record=True, file=io.StringIO())
+    show(report | {"blocks": [{"title": "step", "steps": 1, "rows": rows}]}, console)
+    near, there = (line for line in console.export_text().splitlines() if "near" in line or "there" in line)
+    assert "1.25" in near and "1.5 (-17%)" in near
+    assert "2.00" in there and "1.5" in there and "%" not in there
 
 
 def _runs(process: int) -> bool:
