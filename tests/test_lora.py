@@ -28,10 +28,9 @@ from qwen3next.lora import (
 )
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import leaf_rules, optimizer, trainable
+from qwen3next.programs import QUICK
 from qwen3next.training import gradients, initial_state, make_train_step
 from qwen3next.tree import leaf_path
-
-QUICK = {"xla_backend_optimization_level": 0}
 
 EVERYTHING = LoRAConfig(("all-linear", "head", "embedding"), rank=3)
 # A cycle, a remainder and a dense layer; no two of layers, experts, ranks and widths are equal.

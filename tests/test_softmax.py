@@ -19,12 +19,12 @@ from qwen3next.config import Compute, ModelConfig
 from qwen3next.context import locate
 from qwen3next.errors import InputError
 from qwen3next.jaxprs import equations
+from qwen3next.programs import QUICK
 from qwen3next.residuals import kept
 from qwen3next.softmax import attend, choose
 
 HEADS, KV_HEADS = 4, 2
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def _random(*shape, seed=0):

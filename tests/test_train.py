@@ -25,11 +25,10 @@ from qwen3next.config import Compute, OptimizerConfig, Remat, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.hf import leaf_path
 from qwen3next.optim import leaf_rules, optimizer, schedule, trainable
+from qwen3next.programs import QUICK
 from qwen3next.run_folder import load_run
 from qwen3next.structure import structure
 from qwen3next.training import TrainState, gradients, make_train_step
-
-QUICK = {"xla_backend_optimization_level": 0}
 
 ROOT = Path(__file__).parent.parent
 
