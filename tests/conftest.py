@@ -9,7 +9,7 @@ from collections.abc import Iterator
 # A run would keep them in the user's own folder.
 if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     OWN = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax-programs-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 else:
     OWN = ""
 
