@@ -182,7 +182,7 @@ def against_goal(goal: float | None, reached: float | None) -> str:
     """A goal, and by how much it is missed."""
     if goal is None:
         return ""
-    return f"{goal:g}" if reached is None or reached >= goal else f"{goal:g} ({reached / goal - 1:.0%})"
+    return f"{goal:g}" if reached is None or reached >= goal else f"{goal:g} ({reached / goal - 1:.1%})"
 
 
 def add_rows(table: Table, block: Facts) -> None:

@@ -17,6 +17,11 @@ from qwen3next.rotary import rotate
 from qwen3next.softmax import attend
 
 
+@recomputed
+def _gated(out: Array, gate: Array) -> Array:
+    return out * jax.nn.sigmoid(gate)
+
+
 class GatedAttention(AbstractMixer[AttentionCache]):
     """Grouped-query attention with normed queries and keys, partial rotary and an output gate.
 
@@ -65,5 +70,4 @@ class GatedAttention(AbstractMixer[AttentionCache]):
         with jax.named_scope("attention"):
             out = attend(q, k, v, context)
         stats = mixer_stats(jnp.mean(jax.nn.sigmoid(gate), axis=-1), None, context)
-        gated = recomputed(lambda out, gate: out * jax.nn.sigmoid(gate))(out, gate)
-        return self.o_proj(gated.reshape(batch, seq, -1)), cache, stats
+        return self.o_proj(_gated(out, gate).reshape(batch, seq, -1)), cache, stats

@@ -167,7 +167,7 @@ def _backward(kept: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[_
     d_state, (d_deltas, d_ms) = jax.lax.scan(step, d_last, terms, reverse=True)
 
     # The deltas solve (I + A) d = beta v - beta e^G k M: d_right is the gradient of the right side, -d_right d^T of A.
-    d_right = _transposed(inverse) @ d_deltas
+    d_right = jnp.matmul(_transposed(inverse), d_deltas, precision=jax.lax.Precision.HIGHEST)
     d_system = -jnp.tril(d_right @ _transposed(deltas), -1)
     d_scores = d_out @ _transposed(deltas)
     d_reading_k = -d_right @ _transposed(states)  # of beta e^G k

@@ -20,7 +20,7 @@ from qwen3next.context import Context, locate
 from qwen3next.deltanet import GatedDeltaNet, short_convolution
 from qwen3next.layer import Layer
 from qwen3next.model import Qwen3Next
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.remat_checks import Check
 from qwen3next.tree import leaf_path
 
@@ -115,7 +115,7 @@ def packing_checks(model: Qwen3Next, compute: Compute) -> Iterator[Check]:
         labels = jnp.asarray(np.where(segments == 3, np.roll(ids, -1, axis=1), -100))
         return jax.grad(lambda h: model.cross_entropy(states(h, context), labels).nats)(h)
 
-    forward, backward = (jax.jit(function, compiler_options=QUICK) for function in (logits, slope))
+    forward, backward = (jax.jit(function, compiler_options=quick_options()) for function in (logits, slope))
     moved = [_moved(lambda h, at=at: forward(h, at), (h,)) for at in (apart, joined)]
     yield _judged("logits of the whole model", *moved)
     reached = [float(np.abs(np.asarray(backward(h, at)))[segments < 3].max()) for at in (apart, joined)]

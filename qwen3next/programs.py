@@ -14,13 +14,16 @@ from qwen3next.errors import InputError, require
 # The compiler for TPUs takes the option and ignores it.
 COMPILER_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
-# Of what runs once, or not at all. XLA's newer emitters take four times as long to compile; later it has no others.
-QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
-
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _MOST = 2 * 10**9  # bytes in the user's cache folder
+
+
+def quick_options() -> dict[str, bool | int | str]:
+    """How to compile what runs once, or not at all: several times as fast, for the same numbers."""
+    options: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):  # later XLA has none but the slow emitters
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def keep_programs(where: str) -> None:

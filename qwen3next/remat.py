@@ -92,15 +92,16 @@ def _jax_policy(text: str) -> Callable[..., Any] | None:
 
 
 def recomputed(function: Unit, *, prevent_cse: bool = True, policy: Callable[..., Any] | None = None) -> Unit:
-    """`function`, whose derivative keeps its arguments and computes the rest again, whatever the choice of remat.
+    """`function`, whose derivative keeps its arguments and computes the rest again, whatever the placement of remat.
 
-    For what costs less to compute than to keep: functions of each element, norms, and bodies of inner loops.
+    For what costs less to compute than to keep: functions of each element, norms, and bodies of inner loops. A unit
+    around it whose policy is `dots` or `everything` keeps what that says.
     """
 
     @wraps(function)
-    def apply(*args: Any) -> Any:
+    def apply(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(INTERNAL):
-            return eqx.filter_checkpoint(function, prevent_cse=prevent_cse, policy=policy)(*args)
+            return eqx.filter_checkpoint(function, prevent_cse=prevent_cse, policy=policy)(*args, **kwargs)
 
     return apply
 

@@ -24,7 +24,7 @@ from qwen3next.mlp import MLP
 from qwen3next.model import Qwen3Next, abstract_model
 from qwen3next.moe import MoE
 from qwen3next.pattern import find_pattern
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.remat import WORDS, Remat
 from qwen3next.residuals import saved_values
 from qwen3next.stack import HybridBlock
@@ -250,14 +250,14 @@ def _compiled(config: ModelConfig, compute: Compute) -> Iterator[Check]:
         and any(getattr(variable.aval, "shape", None) == stream for variable in equation.outvars)
         for equation, _ in equations(traced)
     )
-    text = jax.jit(gradient, compiler_options=QUICK).lower(model).compile().as_text() or ""
+    text = jax.jit(gradient, compiler_options=quick_options()).lower(model).compile().as_text() or ""
     left = len(re.findall(r' while\(.*"known_trip_count":\{"n":"1"\}', text))
     wanted = loops if compute.remat.barrier and not compute.unroll else 0
     yield same("loops of one iteration in the compiled program", wanted, left)
 
 
 def _agreeing(config: ModelConfig, compute: Compute) -> Iterator[Check]:
-    model = jax.jit(lambda key: Qwen3Next(config, key=key), compiler_options=QUICK)(jax.random.key(0))
+    model = jax.jit(lambda key: Qwen3Next(config, key=key), compiler_options=quick_options())(jax.random.key(0))
 
     def run(remat: Remat) -> tuple[float, list[Array]]:
         gradient = _gradient(config, dataclasses.replace(compute, remat=remat))

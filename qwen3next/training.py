@@ -16,7 +16,7 @@ from qwen3next.loss import balance_loss
 from qwen3next.mesh import alike, constrain, shard_rows, state_shardings
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import trainable
-from qwen3next.programs import COMPILER_OPTIONS, QUICK
+from qwen3next.programs import COMPILER_OPTIONS, quick_options
 from qwen3next.train_state import TrainState
 
 Batch = dict[str, Int[Array, "rows seq"]]
@@ -98,7 +98,7 @@ def draw_state(
     begin = partial(initial_state, config, transform)
     places = state_shardings(eqx.filter_eval_shape(begin, key))
     # Drawing the parameters is all compilation; this takes a fraction of the time, for the same numbers.
-    return jax.jit(begin, compiler_options=QUICK, out_shardings=places)(key)
+    return jax.jit(begin, compiler_options=quick_options(), out_shardings=places)(key)
 
 
 def make_train_step(

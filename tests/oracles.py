@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 
 # For tests of many shapes: compiling takes a fraction of the time, and the arithmetic is the same.
-quick_jit = partial(jax.jit, compiler_options=QUICK)
+quick_jit = partial(jax.jit, compiler_options=quick_options())
 
 
 def delta_rule(q, k, v, g, beta, state, resets=None):

@@ -23,7 +23,7 @@ from qwen3next import vocabulary
 from qwen3next.config import Compute, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
 from qwen3next.mesh import ROWS, leaf_spec, make_mesh, shardings
 from qwen3next.optim import optimizer, trainable
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.train_state import Position, StateWriter, TrainState, latest_state
 from qwen3next.training import make_train_step
 from qwen3next.tree import leaf_path
@@ -62,7 +62,7 @@ def train(compute: Compute, params, batch):
     """Gradients and metrics of a first step, and the losses of ten."""
     transform = remembered(optimizer(config.optimizer, 10))
     step = make_train_step(dataclasses.replace(config, compute=compute), transform)
-    step = jax.jit(step, compiler_options=QUICK)
+    step = jax.jit(step, compiler_options=quick_options())
     state = TrainState(jnp.int32(0), jax.random.key(0), params, transform.init(params))
     state, first = step((frozen, batch), state)
     grads, losses = state.optimizer[0], [float(first["loss"])]

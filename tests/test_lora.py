@@ -28,7 +28,7 @@ from qwen3next.lora import (
 )
 from qwen3next.model import Qwen3Next
 from qwen3next.optim import leaf_rules, optimizer, trainable
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.training import gradients, initial_state, make_train_step
 from qwen3next.tree import leaf_path
 
@@ -279,7 +279,9 @@ def test_a_frozen_base_stays_bit_for_bit_and_every_layer_learns(tmp_path, dtype,
 
     before = base()
     first = jax.tree.map(np.array, state.params)
-    step = eqx.filter_jit(make_train_step(config, transform), donate="all-except-first", compiler_options=QUICK)
+    step = eqx.filter_jit(
+        make_train_step(config, transform), donate="all-except-first", compiler_options=quick_options()
+    )
     losses = []
     for _ in range(10):
         state, metrics = step((frozen, make_batch()), state)
@@ -356,8 +358,8 @@ def test_dropout_differs_between_steps_and_microbatches(tmp_path):
     model = perturbed(eqx.combine(state.params, frozen), jax.random.key(5), 0.5)
     params, frozen = eqx.partition(model, trainable(model))
     state = dataclasses.replace(state, params=params)
-    run = eqx.filter_jit(gradients, compiler_options=QUICK)
-    step, batch = eqx.filter_jit(make_train_step(config, transform), compiler_options=QUICK), make_batch()
+    run = eqx.filter_jit(gradients, compiler_options=quick_options())
+    step, batch = eqx.filter_jit(make_train_step(config, transform), compiler_options=quick_options()), make_batch()
     after, first = step((frozen, batch), state)
     _, second = step((frozen, batch), after)
     assert abs(float(first["loss"]) - float(second["loss"])) > 1e-3

@@ -19,7 +19,7 @@ from qwen3next.config import Compute, ModelConfig
 from qwen3next.context import locate
 from qwen3next.errors import InputError
 from qwen3next.jaxprs import equations
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.residuals import kept
 from qwen3next.softmax import attend, choose
 
@@ -64,7 +64,7 @@ def _values_and_gradients(kind, ids, q, k, v):
 def _computed(kind, ids, *qkv):
     """Anew: what is patched between two calls must not be found compiled."""
     with jax.numpy_dtype_promotion("standard"):  # the gradient of jax.nn.dot_product_attention in bfloat16 counts on it
-        return jax.jit(partial(_values_and_gradients, kind), compiler_options=QUICK)(ids, *qkv)
+        return jax.jit(partial(_values_and_gradients, kind), compiler_options=quick_options())(ids, *qkv)
 
 
 def _assert_close(actual, expected, tolerance):

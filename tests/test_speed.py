@@ -121,7 +121,7 @@ def test_a_missed_goal_says_by_how_much(monkeypatch: pytest.MonkeyPatch):
     console = Console(width=140, record=True, file=io.StringIO())
     show(report | {"blocks": [{"title": "step", "steps": 1, "rows": rows}]}, console)
     near, there = (line for line in console.export_text().splitlines() if "near" in line or "there" in line)
-    assert "1.25" in near and "1.5 (-17%)" in near
+    assert "1.25" in near and "1.5 (-16.7%)" in near
     assert "2.00" in there and "1.5" in there and "%" not in there
 
 

@@ -25,7 +25,7 @@ from qwen3next.config import Compute, OptimizerConfig, Remat, TrainConfig
 from qwen3next.errors import InputError
 from qwen3next.hf import leaf_path
 from qwen3next.optim import leaf_rules, optimizer, schedule, trainable
-from qwen3next.programs import QUICK
+from qwen3next.programs import quick_options
 from qwen3next.run_folder import load_run
 from qwen3next.structure import structure
 from qwen3next.training import TrainState, gradients, make_train_step
@@ -45,7 +45,7 @@ def test_accumulation_weighs_microbatches_by_their_real_tokens():
     # The balance loss is nonlinear in the batch, so it is off: what is left must be the mean over all real tokens.
     model, batch = tiny_model(router_aux_loss_coef=0.0), make_batch(8, 16)
     params, frozen = eqx.partition(model, trainable(model))
-    run = eqx.filter_jit(gradients, compiler_options=QUICK)
+    run = eqx.filter_jit(gradients, compiler_options=quick_options())
     whole, loss = run(params, frozen, batch, 1, Compute())
     for parts in (2, 8):
         pieces, metrics = run(params, frozen, batch, parts, Compute())
@@ -68,7 +68,7 @@ def test_packed_documents_train_as_separate_ones_do():
             alone[name][at, : place.sum()] = values[int(at > 2)][place]
     model = tiny_model(router_aux_loss_coef=0.0)
     params, frozen = eqx.partition(model, trainable(model))
-    run = eqx.filter_jit(gradients, compiler_options=QUICK)
+    run = eqx.filter_jit(gradients, compiler_options=quick_options())
     (one, loss), (other, separate) = (
         run(params, frozen, {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}, 1, Compute(chunk_size=16))
         for batch in (packed, alone)
