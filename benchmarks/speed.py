@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 }
 _PROBE = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 _ABSENT = "-"
-COLUMNS = ("median", "min", "a step", "tokens/s", "peer/this", "goal", "this/bare", "peak MB")
+_COLUMNS = ("median", "min", "a step", "tokens/s", "peer/this", "goal", "this/bare", "peak MB")
 
 
 def usable_cores() -> list[int]:
@@ -120,8 +120,10 @@ def measure(block: Block, settings: Settings, repeats: int, peers: bool) -> list
             return child
 
         children = dict[int, Child]()
-        told = [{"name": c.name, "side": c.side, "tokens": c.tokens, "goal": c.goal} for c in block.contestants]
-        rows = [facts | {"repetitions": []} for facts in told]
+        rows = [
+            {"name": c.name, "side": c.side, "tokens": c.tokens, "goal": c.goal, "repetitions": []}
+            for c in block.contestants
+        ]
         for contestant in block.before:
             try:
                 begin(contestant).ask("end")
@@ -195,7 +197,7 @@ def add_rows(table: Table, block: Facts) -> None:
         if "error" in row:
             absent = row["error"] == _ABSENT
             table.add_row(
-                f"  {row['name']}{'' if absent else ': ' + row['error']}", *[_ABSENT] * len(COLUMNS), style="dim"
+                f"  {row['name']}{'' if absent else ': ' + row['error']}", *[_ABSENT] * len(_COLUMNS), style="dim"
             )
             continue
         seconds, ours, bare = row["seconds"], row["side"] == "ours", row["side"] == "bound"
@@ -223,7 +225,7 @@ def show(report: Facts, console: Console) -> None:
         "missing. this/bare: the same work, bare, is 1.",
     )
     table.add_column("", max_width=64)
-    for column in COLUMNS:
+    for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for block in report["blocks"]:
         add_rows(table, block)

@@ -45,7 +45,7 @@ def unit_triangular_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[
     half = 1
     while half < size:
         i, j = index[:, None], index[None, :]
-        corners = jnp.where((i // (2 * half) == j // (2 * half)) & (i // half != j // half), lower, 0.0)
+        corners = jnp.where((i // (2 * half) == j // (2 * half)) & (i // half > j // half), lower, 0.0)
         # At the first size the inverse is still the identity.
         inverse = inverse - (corners if half == 1 else product(inverse, product(corners, inverse)))
         half *= 2

@@ -1,4 +1,4 @@
-"""Slow references, written from the definitions and from nothing in the package."""
+"""Slow references, written from the definitions and from nothing in the package but how it compiles."""
 
 from functools import partial
 

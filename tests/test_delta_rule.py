@@ -239,6 +239,25 @@ def test_triangular_inverse(kind, size):
     np.testing.assert_allclose(actual, expected, atol=2e-6 * np.max(np.abs(expected)))
 
 
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("kind", ["random", "repeated"])
+def test_triangular_inverse_derivative_is_that_of_a_solve(kind, size):
+    lower = _lower(kind, size)
+    cotangent = np.random.default_rng(0).standard_normal(lower.shape)
+
+    def solve(lower, cotangent):
+        matrix, identity = jnp.eye(size) + jnp.tril(lower, -1), jnp.eye(size)
+        solution = jax.vmap(lambda m: jax.scipy.linalg.solve_triangular(m, identity, lower=True))(matrix)
+        return jnp.sum(solution * cotangent)
+
+    def inverse(lower, cotangent):
+        return jnp.sum(unit_triangular_inverse(lower) * cotangent)
+
+    expected = oracles.in_float64(jax.grad(solve), lower, cotangent)
+    actual = jax.jit(jax.grad(inverse))(*(jnp.asarray(x, jnp.float32) for x in (lower, cotangent)))
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.max(np.abs(expected)))
+
+
 # --- Memory
 
 

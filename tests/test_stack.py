@@ -355,13 +355,14 @@ def test_products_that_are_computed_again(placement, times):
 def test_the_compiler_merges_nothing_that_is_computed_again():
     """In straight-line code it could: as a common part of forward and backward."""
     again, once = OTHERWISE[2], dataclasses.replace(OTHERWISE[2], remat=Remat("none"))
-    written, compiled = [], []
-    for compute in (again, once):
-        written.append(_products(jax.grad(lambda model, how=_scanned(compute): _loss(model, IDS, how))))
-        compiled.append(len(re.findall(r" dot\(", _gradient(compute).as_text())))
+    programs = [_gradient(compute).as_text() for compute in (again, once)]
+    compiled = [len(re.findall(r" dot\(", program)) for program in programs]
+    written = [
+        _products(jax.grad(lambda model, how=_scanned(compute): _loss(model, IDS, how))) for compute in (again, once)
+    ]
     # A loop over chunks is compiled once, and the compiler leaves out what only a unit's output needs.
     assert compiled[0] - compiled[1] > 0.7 * (written[0] - written[1])
-    loops = [line for line in _gradient(again).as_text().splitlines() if " while(" in line]
+    loops = [line for line in programs[0].splitlines() if " while(" in line]
     assert all("delta_rule" in line for line in loops)  # over chunks; none over layers
 
 
