@@ -79,9 +79,10 @@ def filled(values: Array, at: Array) -> Array:
     return values.at[at].get(mode="fill", fill_value=0)
 
 
-def _gathered(y: Float[Array, "places hidden"], place: Int[Array, "tokens top_k"]) -> Array:
-    """Each token the sum of its assignments' rows."""
-    return sum((filled(y, place[:, k]) for k in range(1, place.shape[1])), start=filled(y, place[:, 0]))
+def gathered(y: Float[Array, "places hidden"], place: Int[Array, "tokens top_k"]) -> Float[Array, "tokens hidden"]:
+    """Each token the sum of its assignments' rows, in float32; addition by addition, which fuses with what follows."""
+    first, *others = (filled(y, place[:, k]).astype(jnp.float32) for k in range(place.shape[1]))
+    return sum(others, start=first).astype(y.dtype)
 
 
 def _if_any(plan: Plan, loop: Callable[[], PyTree]) -> PyTree:
@@ -105,7 +106,7 @@ def _beyond(moving: tuple[PyTree, Array, Array], plan: Plan, apply: Apply) -> Fl
 
     def loop() -> Array:
         y = jax.lax.fori_loop(0, plan.used, one, jnp.zeros((*source.shape, x.shape[1]), x.dtype))
-        return _gathered(y.reshape(-1, x.shape[1]), plan.blocks.place)
+        return gathered(y.reshape(-1, x.shape[1]), plan.blocks.place)
 
     return _if_any(plan, loop)
 
@@ -144,7 +145,7 @@ def _backward(
         zeros = jnp.zeros((*source.shape, x.shape[1]), x.dtype), jnp.zeros((*source.shape, 1), shares.dtype)
         total, d_rows, d_shares = jax.lax.fori_loop(0, plan.used, one, (total, *zeros))
         d_trained = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), total, trained)
-        d_x = _gathered(d_rows.reshape(-1, x.shape[1]), plan.blocks.place)
+        d_x = gathered(d_rows.reshape(-1, x.shape[1]), plan.blocks.place)
         return d_trained, d_x, filled(d_shares.reshape(-1), plan.blocks.place)
 
     return _if_any(plan, loop)

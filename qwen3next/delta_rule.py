@@ -84,14 +84,18 @@ def _decay(
 
 
 class _Chunks(NamedTuple):
-    """A sequence in chunks; R value heads share a key head. `documents` counts those that began in the chunk."""
+    """Sequences in chunks; R value heads share a key head. `documents` counts those that began in the chunk.
 
-    q: Float[Array, "n batch key_heads 1 chunk key"]
-    k: Float[Array, "n batch key_heads 1 chunk key"]
-    v: Float[Array, "n batch key_heads repeats chunk value"]
-    g: Float[Array, "n batch key_heads repeats chunk"]
-    beta: Float[Array, "n batch key_heads repeats chunk"]
-    documents: Float[Array, "n batch 1 1 chunk"] | None
+    The rows of a batch and their key heads are one axis: XLA on CPUs sums a product of arrays with an axis of one, such
+    as a batch of one row, twenty times as slowly.
+    """
+
+    q: Float[Array, "n heads 1 chunk key"]
+    k: Float[Array, "n heads 1 chunk key"]
+    v: Float[Array, "n heads repeats chunk value"]
+    g: Float[Array, "n heads repeats chunk"]
+    beta: Float[Array, "n heads repeats chunk"]
+    documents: Float[Array, "n heads 1 chunk"] | None
 
 
 def _transposed(x: Float[Array, "*batch rows columns"]) -> Float[Array, "*batch columns rows"]:
@@ -99,10 +103,10 @@ def _transposed(x: Float[Array, "*batch rows columns"]) -> Float[Array, "*batch 
 
 
 def _by_key_head(
-    x: Float[Array, "n batch key_heads repeats rows inner"], y: Float[Array, "n batch key_heads 1 inner columns"]
-) -> Float[Array, "n batch key_heads repeats rows columns"]:
+    x: Float[Array, "n heads repeats rows inner"], y: Float[Array, "n heads 1 inner columns"]
+) -> Float[Array, "n heads repeats rows columns"]:
     """`x @ y` as one product a key head: a broadcast `y` would be written out."""
-    rows = x.reshape(*x.shape[:3], 1, -1, x.shape[-1]) @ y
+    rows = x.reshape(*x.shape[:2], 1, -1, x.shape[-1]) @ y
     return rows.reshape(*x.shape[:-1], -1)
 
 
@@ -112,15 +116,15 @@ def _products_within(chunks: _Chunks) -> tuple[Array, Array]:
     return chunks.k @ keys, chunks.q @ keys
 
 
-def _reads(chunks: _Chunks, inverse: Array, from_start: Array) -> Float[Array, "n batch key_heads repeats chunk key"]:
+def _reads(chunks: _Chunks, inverse: Array, from_start: Array) -> Float[Array, "n heads repeats chunk key"]:
     """What the deltas take of a chunk's first state: `T (beta e^G k)`."""
     return _by_key_head(inverse * (chunks.beta * from_start)[..., None, :], chunks.k)
 
 
 @jax.custom_vjp
 def _rule(
-    chunks: _Chunks, state: Float[Array, "batch key_heads repeats key value"]
-) -> tuple[Float[Array, "n batch key_heads repeats chunk value"], Float[Array, "batch key_heads repeats key value"]]:
+    chunks: _Chunks, state: Float[Array, "heads repeats key value"]
+) -> tuple[Float[Array, "n heads repeats chunk value"], Float[Array, "heads repeats key value"]]:
     """Outputs and last state. The derivative, by hand, is that of the triangular system, not of its inverse."""
     return _forward(chunks, state)[0]
 
@@ -184,7 +188,7 @@ def _backward(kept: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[_
 
     def shared(x: Array) -> Array:
         """A key head's sum over its value heads."""
-        return jnp.sum(x, axis=3, keepdims=True)
+        return jnp.sum(x, axis=2, keepdims=True)
 
     d_kk, d_qk = shared(d_system * beta * decay), shared(d_scores * decay)
     d_q = shared(d_reading_q * e) + d_qk @ k
@@ -213,17 +217,23 @@ def _chunked(
     n = -(-seq // size)
 
     def chunks(x: Array, *heads: int) -> Array:
-        """[batch, seq, heads, ...] -> [n, batch, *heads, chunk, ...]; padding is 0, which neither decays nor writes."""
+        """[batch, seq, heads[0], ...] -> [n, batch * heads[0], *heads[1:], chunk, ...].
+
+        Padding is 0, which neither decays nor writes.
+        """
         x = jnp.pad(x, [(0, 0), (0, n * size - seq)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(batch, n, size, *heads, *x.shape[3:])
-        return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(heads)), 1, 0)
+        x = jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(heads)), 1, 0)
+        return x.reshape(n, -1, *x.shape[3:])
 
     q, k = (chunks(x, key_heads, 1) for x in (q, k))
     v, g, beta = (chunks(x, key_heads, repeats) for x in (v, g, beta))
-    documents = None if resets is None else _sums(chunks(resets[:, :, None].astype(jnp.float32), 1, 1))
-    grouped = state.reshape(batch, key_heads, repeats, *state.shape[2:])
-    out, last = _rule(_Chunks(q, k, v, g, beta, documents), grouped)
-    out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), -2, 2).reshape(batch, n * size, value_heads, value_dim)
+    documents = None
+    if resets is not None:
+        documents = jnp.repeat(_sums(chunks(resets[:, :, None].astype(jnp.float32), 1, 1)), key_heads, axis=1)
+    out, last = _rule(_Chunks(q, k, v, g, beta, documents), state.reshape(-1, repeats, *state.shape[2:]))
+    out = jnp.moveaxis(out.reshape(n, batch, key_heads, repeats, size, value_dim), (0, 4), (1, 2))
+    out = out.reshape(batch, n * size, value_heads, value_dim)
     return out[:, :seq], last.reshape(state.shape)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from qwen3next.blocks import beyond, filled, plan
+from qwen3next.blocks import beyond, filled, gathered, plan
 from qwen3next.config import Compute, ModelConfig
 from qwen3next.exchange import Exchange, over_devices
 from qwen3next.linear import AbstractLinear, Linear, Product, product
@@ -28,21 +28,14 @@ def _send(
 @jax.custom_vjp
 def _collect(
     y: Float[Array, "places hidden"], source: Int[Array, " places"], place: Int[Array, "tokens top_k"]
-) -> Float[Array, "tokens top_k hidden"]:
-    """Each assignment what its place holds, 0 where it stands elsewhere: the way back."""
-    return filled(y, place)
+) -> Float[Array, "tokens hidden"]:
+    """Each token the sum of what its assignments' places hold, 0 where one stands elsewhere: the way back."""
+    return gathered(y, place)
 
 
-def _send_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
-    return jnp.sum(_collect(cotangent, *indices), axis=1), None, None
-
-
-def _collect_backward(indices: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
-    return filled(cotangent.reshape(-1, cotangent.shape[-1]), indices[0]), None, None
-
-
-_send.defvjp(lambda x, source, place: (_send(x, source, place), (source, place)), _send_backward)
-_collect.defvjp(lambda y, source, place: (_collect(y, source, place), (source, place)), _collect_backward)
+# Each is the other's transpose.
+_send.defvjp(lambda x, *at: (_send(x, *at), at), lambda at, cotangent: (_collect(cotangent, *at), None, None))
+_collect.defvjp(lambda y, *at: (_collect(y, *at), at), lambda at, cotangent: (_send(cotangent, *at), None, None))
 
 
 # Rows [places, in] in groups, with a group's [out, in]: the published layout, which needs no transposed copy.
@@ -98,8 +91,8 @@ class Experts(eqx.Module):
         def by_group(rows: Array, weight: Array) -> Array:
             return jax.lax.ragged_dot_general(rows, weight.astype(rows.dtype), sizes, _BY_GROUP)
 
-        out = self._swiglu(_send(x, source, place), by_group)
-        return jnp.einsum("tk,tkh->th", weights, _collect(out, source, place))
+        share = _send(weights.reshape(-1, 1), source, place.reshape(-1, 1))
+        return _collect(self._swiglu(_send(x, source, place), by_group, share), source, place)
 
     def _blocks(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Each expert's first rows in one product over all experts, what it has beyond them block by block."""
@@ -114,7 +107,7 @@ class Experts(eqx.Module):
         rows = _send(x, source, place).reshape(self.held, -1, x.shape[1])
         share = _send(weights.reshape(-1, 1), source, place.reshape(-1, 1)).reshape(self.held, -1, 1)
         table = self._swiglu(rows, _by_expert, share).reshape(-1, x.shape[1])
-        out = jnp.sum(_collect(table, source, place), axis=1)
+        out = _collect(table, source, place)
         return out + beyond(apply, self, x, weights, placed) if placed.owner.size else out
 
     def _here(self, x: Array, weights: Array, chosen: Array, compute: Compute) -> Array:
